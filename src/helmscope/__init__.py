@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from helmscope.observe.track import track as track
     from helmscope.plots.draw import plot as plot
     from helmscope.solve.dormand_prince import DormandPrince as DormandPrince
+    from helmscope.solve.euler_maruyama import EulerMaruyama as EulerMaruyama
     from helmscope.solve.integrate import integrate as integrate
     from helmscope.solve.layer import Layer as Layer
     from helmscope.solve.rk4 import RK4 as RK4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helmscope.geometry import sphere
-from helmscope.transport import Chordal, Geodesic, fixed_support_barycenter, free_support_barycenter
+from helmscope.transport import Chordal, Euclidean, Geodesic, fixed_support_barycenter, free_support_barycenter
 from helmscope.transport.barycenter import _karcher_means, _means
 from helmscope.types import HelmscopeError
 from support.planting import Plant, outcome
@@ -28,7 +28,7 @@ def check_interpolation() -> bool:
     x, y, share = normal(12, 2), normal(12, 2, seed=1) + torch.tensor([2.0, 0.0]), 0.3
     targets = torch.as_tensor(ot.emd([], [], ot.dist(x.numpy(), y.numpy()))).argmax(1)
     wanted = (1 - share) * x + share * y[targets]
-    result = free_support_barycenter(x, [x, y], mixture=[1 - share, share])
+    result = free_support_barycenter(x, [x, y], mixture=[1 - share, share], cost=Euclidean())
     w2 = (x - y[targets]).square().sum(-1).mean()
     return (
         result.ok
@@ -44,7 +44,7 @@ def test_two_clouds_interpolate():
 def test_translations():
     x = normal(20, 3)
     shifts = normal(3, 3, seed=1)
-    result = free_support_barycenter(x, [x + shift for shift in shifts], mixture=[1, 2, 3])
+    result = free_support_barycenter(x, [x + shift for shift in shifts], mixture=[1, 2, 3], cost=Euclidean())
     mean = (torch.tensor([1.0, 2, 3], dtype=F64) / 6) @ shifts
     torch.testing.assert_close(result.points, x + mean, atol=1e-9, rtol=0)
 
@@ -72,7 +72,7 @@ def test_gaussians():
     inverse = torch.linalg.inv(a)
     transports = [inverse @ root(a @ m @ m @ a) @ inverse for m in maps]
     assert torch.allclose(sum(transports) / 3, torch.eye(2, dtype=F64), atol=1e-10)
-    result = free_support_barycenter(x, [x @ t for t in transports])
+    result = free_support_barycenter(x, [x @ t for t in transports], cost=Euclidean())
     torch.testing.assert_close(result.points, x, atol=1e-9, rtol=0)
 
 
@@ -87,13 +87,13 @@ def test_free_support_is_that_of_pot(start):
     wanted = ot.lp.free_support_barycenter(
         [c.numpy() for c in clouds], [w.numpy() for w in weights], x.numpy(), numItermax=200, stopThr=1e-20
     )
-    result = free_support_barycenter(x, clouds, weights, tolerance=1e-10, max_iterations=200)
+    result = free_support_barycenter(x, clouds, weights, tolerance=1e-10, max_iterations=200, cost=Euclidean())
     assert np.allclose(result.points, wanted, atol=1e-8)
 
 
 def test_entropic_plans_come_close_and_shrink():
     x = normal(10, 2)
-    shifted = free_support_barycenter(x, [x, x + 1], epsilon=1.0, tolerance=1e-3)
+    shifted = free_support_barycenter(x, [x, x + 1], epsilon=1.0, tolerance=1e-3, cost=Euclidean())
     assert shifted.ok
     assert float((shifted.points.mean(0) - x.mean(0) - 0.5).abs().max()) < 1e-3
     assert float(shifted.points.var(0).sum()) < float(x.var(0).sum())
@@ -155,7 +155,14 @@ def check_grid() -> bool:
         numItermax=20_000,
     )  # fmt: skip
     result = fixed_support_barycenter(
-        grid, [grid, grid], list(weights.mT), mixture=[0.3, 0.7], epsilon=0.02, tolerance=1e-11, max_iterations=20_000
+        grid,
+        [grid, grid],
+        list(weights.mT),
+        mixture=[0.3, 0.7],
+        epsilon=0.02,
+        tolerance=1e-11,
+        max_iterations=20_000,
+        cost=Euclidean(),
     )
     return result.ok and np.allclose(result.weights, wanted, atol=1e-8)
 
@@ -170,7 +177,7 @@ def test_exact_grid_is_that_of_pot():
     grid, weights = histograms()
     matrix = ot.dist(grid.numpy(), grid.numpy())
     shares = np.array([0.3, 0.7])
-    result = fixed_support_barycenter(grid, [grid, grid], list(weights.mT), mixture=list(shares))
+    result = fixed_support_barycenter(grid, [grid, grid], list(weights.mT), mixture=list(shares), cost=Euclidean())
     assert result.ok
     assert float(result.weights.sum()) == pytest.approx(1, abs=1e-9)
 
@@ -182,28 +189,32 @@ def test_exact_grid_is_that_of_pot():
     assert float(result.value) <= value(np.clip(theirs, 0, None)) + 1e-9
     mean = 0.3 * 0.25 + 0.7 * 0.7
     assert float((result.weights * grid[:, 0]).sum()) == pytest.approx(mean, abs=0.01)
-    blurred = fixed_support_barycenter(grid, [grid, grid], list(weights.mT), mixture=list(shares), epsilon=0.002)
+    blurred = fixed_support_barycenter(
+        grid, [grid, grid], list(weights.mT), mixture=list(shares), epsilon=0.002, cost=Euclidean()
+    )
     assert float((blurred.weights - result.weights).abs().sum()) < 0.3
     assert float(blurred.value) >= float(result.value) - 1e-6
 
 
 def test_iteration_limit_is_said():
     grid, weights = histograms()
-    result = fixed_support_barycenter(grid, [grid, grid], list(weights.mT), epsilon=1e-3, max_iterations=2)
+    result = fixed_support_barycenter(
+        grid, [grid, grid], list(weights.mT), epsilon=1e-3, max_iterations=2, cost=Euclidean()
+    )
     assert not result.ok
     assert "iteration limit reached after 2 iterations: marginal error" in repr(result)
     assert "raise max_iterations or tolerance, or take epsilon >= " in result.outcome
     assert fixed_support_barycenter(
-        grid, [grid, grid], list(weights.mT), epsilon=result.remedy_epsilon, max_iterations=2
+        grid, [grid, grid], list(weights.mT), epsilon=result.remedy_epsilon, max_iterations=2, cost=Euclidean()
     ).ok
-    moving = free_support_barycenter(grid, [grid, grid + 5], max_iterations=1)
+    moving = free_support_barycenter(grid, [grid, grid + 5], max_iterations=1, cost=Euclidean())
     assert not moving.ok
     assert moving.outcome.startswith("iteration limit reached after 1 iteration: movement 2.5: raise max_iterations")
 
 
 def test_an_epsilon_too_small_is_reported_with_one_that_converges():
     x, y = (torch.nn.functional.normalize(normal(n, 3, seed=n), dim=-1) for n in (5, 6))
-    limits = {"tolerance": 1.0, "max_iterations": 1}
+    limits = {"tolerance": 1.0, "max_iterations": 1, "cost": Chordal()}
     result = free_support_barycenter(x, [x, y], epsilon=1e-3, **limits)
     assert not result.ok
     assert "marginal error of a plan" in result.outcome
@@ -214,18 +225,23 @@ def test_an_epsilon_too_small_is_reported_with_one_that_converges():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clouds": []}, "clouds is list"),
-        ({"mixture": [1.0]}, "mixture must be a list with one entry for each of the 2 clouds"),
+        ({"clouds": []}, "clouds is empty, but it must be a list of at least one cloud"),
+        ({"clouds": normal(4, 2)}, "clouds is a Tensor"),
+        ({"mixture": [1.0]}, "mixture has length 1, but it must be a list with one entry for each of the 2 clouds"),
         ({"mixture": [0.0, 0.0]}, "its sum must be > 0"),
-        ({"mixture": [-1.0, 2.0]}, r"mixture is -1\.0"),
-        ({"cloud_weights": [None]}, "cloud_weights must be"),
+        ({"mixture": [-1.0, 2.0]}, r"mixture\[0\] is -1\.0"),
+        ({"weights": [None]}, "weights has length 1"),
+        ({"weights": torch.ones(3)}, "weights is a Tensor"),
+        ({"weights": [None, -torch.ones(5)]}, r"weights\[1\] holds the entry -1"),
+        ({"clouds": [normal(4, 2), normal(4, 3)]}, r"clouds\[1\] has dimension 3, but it must have that of points, 2"),
+        ({"cost": Geodesic()}, r"points holds a token of norm .*pass cost=Euclidean\(\)"),
         ({"epsilon": 0.0}, r"epsilon is 0\.0"),
-        ({"points": torch.zeros(0, 2, dtype=F64)}, r"x has shape \(0, 2\), but it must be"),
+        ({"points": torch.zeros(0, 2, dtype=F64)}, r"points has shape \(0, 2\), but it must be"),
     ],
 )
 @pytest.mark.parametrize("solver", [free_support_barycenter, fixed_support_barycenter])
 def test_bad_input(solver, change, message):
-    given = {"points": normal(3, 2), "clouds": [normal(4, 2), normal(5, 2)]}
+    given = {"points": normal(3, 2), "clouds": [normal(4, 2), normal(5, 2)], "cost": Euclidean()}
     with pytest.raises(HelmscopeError, match=message):
         solver(**given | change)
 

@@ -18,7 +18,7 @@ ZERO = torch.zeros(1, dtype=torch.float64)
 
 def narrow(**options: object) -> GaussianBridge:
     """N(0, 1) to N(0, 1/4)."""
-    return GaussianBridge(ZERO, ONE, ZERO, ONE / 4, diffusion=0.3, **options)  # type: ignore[arg-type]
+    return GaussianBridge(ZERO, ONE, ZERO, ONE / 4, nu=0.3, **options)  # type: ignore[arg-type]
 
 
 def turning() -> GaussianBridge:
@@ -142,7 +142,7 @@ def test_cost_is_the_expected_square_of_the_control(bridge: GaussianBridge) -> N
         second = torch.outer(u, u) + matrix @ cov @ matrix.mT
         return float(torch.linalg.solve(sigma, second).trace()) / 4
 
-    assert bridge.cost() == pytest.approx(quad(density, 0, bridge.horizon, epsabs=1e-11)[0], abs=1e-9)
+    assert bridge.cost().estimate == pytest.approx(quad(density, 0, bridge.horizon, epsabs=1e-11)[0], abs=1e-9)
 
 
 def test_cross_covariance_agrees_with_scaling_on_a_grid() -> None:
@@ -175,12 +175,18 @@ def test_field_and_marginal_shapes() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(HelmscopeError, match="horizon is 0, but it must be a finite number > 0"):
         narrow(horizon=0)
-    with pytest.raises(HelmscopeError, match="diffusion is -1, but it must be a finite number > 0"):
-        GaussianBridge(ZERO, ONE, ZERO, ONE, diffusion=-1)
+    with pytest.raises(HelmscopeError, match="nu is -1, but it must be a finite number > 0"):
+        GaussianBridge(ZERO, ONE, ZERO, ONE, nu=-1)
+    with pytest.raises(HelmscopeError, match="neither of nu and diffusion is given, but one must be"):
+        GaussianBridge(ZERO, ONE, ZERO, ONE)
+    with pytest.raises(HelmscopeError, match="both of nu and diffusion is given, but one must be"):
+        GaussianBridge(ZERO, ONE, ZERO, ONE, nu=1.0, diffusion=ONE)
+    with pytest.raises(HelmscopeError, match=r"diffusion is 0\.3, but it must be a matrix \(1, 1\)"):
+        GaussianBridge(ZERO, ONE, ZERO, ONE, diffusion=0.3)  # type: ignore[arg-type]
     with pytest.raises(HelmscopeError, match=r"end_cov has the eigenvalue -1, but it must be .* positive definite"):
-        GaussianBridge(ZERO, ONE, ZERO, -ONE, diffusion=1)
+        GaussianBridge(ZERO, ONE, ZERO, -ONE, nu=1)
     with pytest.raises(HelmscopeError, match=r"end_mean is \(2,\), but it must be a vector of length 1"):
-        GaussianBridge(ZERO, ONE, torch.zeros(2), ONE, diffusion=1)
+        GaussianBridge(ZERO, ONE, torch.zeros(2), ONE, nu=1)
     with pytest.raises(HelmscopeError, match=r"drift is \(2, 2\), but it must be a matrix \(1, 1\)"):
         narrow(drift=torch.eye(2))
     with pytest.raises(HelmscopeError, match=r"t is 1\.5, but it must be in \[0, 1\]"):

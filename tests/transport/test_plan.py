@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helmscope.transport import Euclidean, PlanStatus, line_plan
+from helmscope.transport import Euclidean, PlanStatus, line_plan, sinkhorn
 from helmscope.transport.clouds import check_clouds
 from helmscope.transport.plan import Plan, sparse_plan
 from support.refusal import refused
@@ -27,8 +27,21 @@ def test_couplings_and_images(plan: Plan) -> None:
 def test_outcomes(plan: Plan) -> None:
     assert plan.ok
     assert plan.outcome.startswith("optimal: an exact plan with duality gap")
-    assert repr(plan).startswith("<Plan of 2 x 3 points: cost 43.75, optimal")
+    assert repr(plan).startswith("<Plan of 2 x 3 points: W_2 6.61438, optimal")
     assert not PlanStatus.PIVOT_LIMIT.ok
+
+
+def test_power_entropy_and_distance() -> None:
+    x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [3.0]])
+    for p in (1.0, 2.0, 3.0):
+        plan = line_plan(x, y, p=p)
+        assert (plan.p, plan.epsilon) == (p, None)
+        assert float(plan.distance) == pytest.approx(((0.5**p + 2.0**p) / 2) ** (1 / p), rel=1e-6)
+    blurred = sinkhorn(x, y, epsilon=0.5, p=3, cost=Euclidean())
+    assert (blurred.p, blurred.epsilon) == (3.0, 0.5)
+    assert blurred.distance == pytest.approx(float(blurred.value) ** (1 / 3), rel=1e-6)
+    assert "cost 4.0625" in repr(blurred)
+    assert "epsilon 0.5" in repr(blurred)
 
 
 def test_matrices_that_do_not_fit_are_refused() -> None:

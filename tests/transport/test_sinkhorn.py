@@ -72,7 +72,7 @@ def test_plan_is_that_of_dense_loops():
     wanted = [[u[i] * kernel[i][j] * v[j] for j in range(2)] for i in range(3)]
     points = (torch.tensor(part, dtype=F64)[:, None] for part in (x, y))
     weights = (torch.tensor(part, dtype=F64) for part in (a, b))
-    plan = sinkhorn(*points, *weights, epsilon=epsilon, tolerance=1e-13)
+    plan = sinkhorn(*points, *weights, epsilon=epsilon, tolerance=1e-13, cost=Euclidean())
     assert np.allclose(plan.matrix, wanted, atol=1e-12)
     assert plan.images.shape == (3, 1)
     assert np.allclose(plan.images[:, 0], [(r[0] * y[0] + r[1] * y[1]) / sum(r) for r in wanted], atol=1e-12)
@@ -94,7 +94,7 @@ def grid_gaussian(deviation: float, mean: float, n: int = 160) -> tuple[torch.Te
 
 def check_gaussian(epsilon: float = 0.5) -> bool:
     (x, a), (y, b) = grid_gaussian(1.0, 0.0), grid_gaussian(0.6, 0.4, 150)
-    plan = sinkhorn(x, y, a, b, epsilon=epsilon, tolerance=1e-12)
+    plan = sinkhorn(x, y, a, b, epsilon=epsilon, tolerance=1e-12, cost=Euclidean())
     wanted = gaussian_objective(1.0, 0.6, 0.4, epsilon)
     d = math.sqrt(4 * 0.36 + epsilon**2 / 4)
     slope = (d - epsilon / 2) / 2  # covariance of the plan, and its regression on x since s = 1
@@ -116,7 +116,7 @@ def test_exact_distance_as_epsilon_vanishes():
     exact = float((x.sort(0).values - y.sort(0).values).square().mean())
     gaps = []
     for epsilon in (0.1, 0.03, 0.01):
-        plan = sinkhorn(x, y, epsilon=epsilon, tolerance=1e-6, max_iterations=5_000)
+        plan = sinkhorn(x, y, epsilon=epsilon, tolerance=1e-6, max_iterations=5_000, cost=Euclidean())
         gaps.append(float(plan.value) - exact)
         assert -1e-5 <= gaps[-1] <= epsilon * math.log(15)
     assert gaps[2] < 0.2 * gaps[0]
@@ -125,8 +125,8 @@ def test_exact_distance_as_epsilon_vanishes():
 def test_points_of_mass_zero():
     x, y = normal(5, 2), normal(6, 2, seed=1)
     a = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.3], dtype=F64)
-    plan = sinkhorn(x, y, a, epsilon=0.1, tolerance=1e-10)
-    kept = sinkhorn(x[a > 0], y, a[a > 0], epsilon=0.1, tolerance=1e-10)
+    plan = sinkhorn(x, y, a, epsilon=0.1, tolerance=1e-10, cost=Euclidean())
+    kept = sinkhorn(x[a > 0], y, a[a > 0], epsilon=0.1, tolerance=1e-10, cost=Euclidean())
     assert plan.matrix[a == 0].abs().max() == 0
     torch.testing.assert_close(plan.matrix[a > 0], kept.matrix, atol=1e-9, rtol=0)
     assert torch.isfinite(plan.potentials[0]).all()
@@ -162,7 +162,7 @@ def test_samples_save_iterations(small_storage, monkeypatch):
     for module in (sinkhorn_levels, streaming):
         monkeypatch.setattr(module, "MAX_STORED", 70_000)
     x, y = unit(1000, 3), torch.nn.functional.normalize(unit(900, 3, seed=1) + torch.tensor([0.8, 0, 0]), dim=-1)
-    started = sinkhorn(x, y, epsilon=0.1, tolerance=0.02)
+    started = sinkhorn(x, y, epsilon=0.1, tolerance=0.02, cost=Euclidean())
     problem = Entropic(PairwiseCost.of(x, y, Euclidean()), masses(1000) * 0 + 1 / 1000, masses(900) * 0 + 1 / 900)
     cold = iterate(problem, torch.zeros(900, dtype=F64), epsilon=0.1, tolerance=0.02, max_iterations=1000)
     assert started.ok
@@ -171,8 +171,8 @@ def test_samples_save_iterations(small_storage, monkeypatch):
 
 def test_float32():
     x, y = unit(60, 3), unit(70, 3, seed=1)
-    exact = sinkhorn(x, y, epsilon=0.05, tolerance=1e-10)
-    plan = sinkhorn(x.float(), y.float(), epsilon=0.05)
+    exact = sinkhorn(x, y, epsilon=0.05, tolerance=1e-10, cost=Euclidean())
+    plan = sinkhorn(x.float(), y.float(), epsilon=0.05, cost=Euclidean())
     assert plan.ok
     assert plan.value.dtype == torch.float32
     assert float(plan.objective) == pytest.approx(float(exact.objective), abs=1e-5)
@@ -182,15 +182,15 @@ def test_float32():
 def test_the_named_epsilon_converges(n):
     """Exactly for small clouds; for larger ones on samples, with a margin."""
     x, y = normal(n, 2), normal(n, 2, seed=1) + 0.5
-    failed = sinkhorn(x, y, epsilon=1e-4, max_iterations=20)
+    failed = sinkhorn(x, y, epsilon=1e-4, max_iterations=20, cost=Euclidean())
     assert failed.status is PlanStatus.ITERATION_LIMIT
     assert not failed.ok
     assert "iteration limit reached after 20 iterations" in failed.outcome
     named = float(failed.outcome.rsplit(" ", 1)[1])
     assert named == failed.remedy_epsilon > 1e-4
-    assert sinkhorn(x, y, epsilon=named, max_iterations=20).ok
+    assert sinkhorn(x, y, epsilon=named, max_iterations=20, cost=Euclidean()).ok
     if n == 40:  # and it is not needlessly large
-        assert not sinkhorn(x, y, epsilon=named / 4, max_iterations=20).ok
+        assert not sinkhorn(x, y, epsilon=named / 4, max_iterations=20, cost=Euclidean()).ok
 
 
 def test_tiny_epsilon_stays_finite():
@@ -199,7 +199,7 @@ def test_tiny_epsilon_stays_finite():
 
     for seed in range(3):
         x, y = normal(30, 2, seed=seed), normal(30, 2, seed=seed + 10)
-        plan = sinkhorn(x, y, epsilon=1e-9, max_iterations=15)
+        plan = sinkhorn(x, y, epsilon=1e-9, max_iterations=15, cost=Euclidean())
         assert plan.status in (PlanStatus.CONVERGED, PlanStatus.ITERATION_LIMIT)
         assert all(torch.isfinite(potential).all() for potential in plan.potentials)
         assert min(plan.marginal_errors) < 1e-5  # the last update makes one marginal exact, up to rounding
@@ -233,17 +233,17 @@ def test_gradients_are_finite_differences(cost):
 
 def test_progress_and_silence():
     shares = []
-    sinkhorn(normal(20, 2), normal(20, 2, seed=1), epsilon=0.01, progress=shares.append)
+    sinkhorn(normal(20, 2), normal(20, 2, seed=1), epsilon=0.01, progress=shares.append, cost=Euclidean())
     assert shares == sorted(shares) or max(shares) <= 1
     assert 0 < shares[-1] <= 1
 
 
 def test_global_settings_of_torch_change_nothing(small_storage):
     x, y, values = unit(100, 3).float(), unit(120, 3, seed=1).float(), normal(120, 2, seed=2).float()
-    plain = sinkhorn(x, y, epsilon=0.2)
+    plain = sinkhorn(x, y, epsilon=0.2, cost=Euclidean())
     coupled = plain.couple(values)
     with torch.autocast("cpu"), torch.device("meta"):
-        plan = sinkhorn(x, y, epsilon=0.2)
+        plan = sinkhorn(x, y, epsilon=0.2, cost=Euclidean())
         assert torch.equal(plan.objective, plain.objective)
         assert torch.equal(plan.couple(values), coupled)
 
@@ -261,17 +261,21 @@ def test_global_settings_of_torch_change_nothing(small_storage):
         ({"x": torch.zeros(2, 3, 2, dtype=F64)}, r"x has shape \(2, 3, 2\)"),
         ({"x_weights": torch.tensor([1.0, -1.0, 1.0])}, "x_weights holds the entry -1"),
         ({"x_weights": torch.ones(3), "y_weights": torch.ones(2)}, "equal masses"),
-        ({"cost": Geodesic()}, "x"),
+        ({"cost": Geodesic()}, r"x holds a zero vector .*pass cost=Euclidean\(\)"),
+        ({"cost": Geodesic(), "x": torch.eye(2, dtype=F64)}, r"y holds a token of norm 1.41.*pass cost=Euclidean\(\)"),
+        ({"cost": None}, "cost is None"),
     ],
 )
 def test_bad_input(change, message):
-    given = {"x": torch.zeros(3, 2, dtype=F64), "y": torch.ones(2, 2, dtype=F64), "epsilon": 1.0}
+    given = {"x": torch.zeros(3, 2, dtype=F64), "y": torch.ones(2, 2, dtype=F64), "epsilon": 1.0, "cost": Euclidean()}
     with pytest.raises(HelmscopeError, match=message):
         sinkhorn(**given | change)
 
 
 def test_one_dimension_and_antipodal_points():
-    assert float(sinkhorn(torch.zeros(1, 1), torch.full((1, 1), 3.0), epsilon=1.0).value) == pytest.approx(9)
+    assert float(
+        sinkhorn(torch.zeros(1, 1), torch.full((1, 1), 3.0), epsilon=1.0, cost=Euclidean()).value
+    ) == pytest.approx(9)
     x = torch.tensor([[1.0, 0.0]], dtype=F64)
     assert float(sinkhorn(x, -x, epsilon=0.1, cost=Geodesic()).value) == pytest.approx(math.pi**2)
 
@@ -317,7 +321,7 @@ def test_exchanged_axes_are_seen(monkeypatch):
     x, y, a = normal(12, 2), normal(12, 2, seed=1), masses(12)
 
     def check() -> bool:
-        plan = sinkhorn(x, y, a, epsilon=0.5, tolerance=1e-9, max_iterations=200)
+        plan = sinkhorn(x, y, a, epsilon=0.5, tolerance=1e-9, max_iterations=200, cost=Euclidean())
         f, g = plan.potentials
         matrix = (x[:, None] - y).square().sum(-1)
         row = torch.exp((f[:, None] + g - matrix) / 0.5).mean(-1)

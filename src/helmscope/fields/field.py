@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -243,6 +243,14 @@ class Field(ConciseRepr, ABC):
                 f"the parameters of {type(self).__name__} have the batch axes {tuple(batch)}, but tokens of shape "
                 f"{tuple(x.shape)} have {tuple(lead)}"
             )
+
+    def check_times(self, times: Sequence[float], *, reads_end: bool) -> None:
+        """Raise ``HelmscopeError`` unless the velocity is defined up to the last of the times, at which it is evaluated
+        if ``reads_end``.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=1.0).check_times([1e9], reads_end=True)
+        """
 
     def _check_signature(self) -> None:
         """Raise ``HelmscopeError`` unless ``velocity`` can be called as all code calls it."""

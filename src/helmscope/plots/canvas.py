@@ -64,6 +64,15 @@ class Canvas:
         half = 0.56 * max(float((high - low).max()), 1e-9)
         return cls(description, dim, plane=plane, limits=((low + high) / 2, half))
 
+    @classmethod
+    def on_two_levels(cls, x: Floats, y: Floats) -> Canvas:
+        """The canvas for two clouds of the line, drawn as points (value, level) of the plane.
+
+        >>> Canvas.on_two_levels(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]])).description
+        'in R^1'
+        """
+        return cls("in R^1", 1, limits=cls._flat(np.concatenate([x, y])).limits)
+
     def place(self, points: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         """Coordinates (..., 2) of points (..., d), and whether each is in front: False only on the far side of a globe.
 
@@ -99,7 +108,7 @@ def are_unit_vectors(points: Floats) -> bool:
 
 
 def _in_plane(points: Floats) -> Floats:
-    """Points of R^1 or R^2 as points of R^2."""
+    """Points of R^1, on one level, or R^2 as points of R^2."""
     return np.concatenate([points, np.zeros_like(points)], -1)[..., :2]
 
 

@@ -21,10 +21,11 @@ from helmscope.plots.measurement import measurement_figure
 from helmscope.plots.overview import overview_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.tokens import tokens_figure
-from helmscope.plots.transport import barycenter_figure, bridge_figure, plan_figure
+from helmscope.plots.transport import barycenter_figure, bridge_figure, discrete_bridge_figure, plan_figure
 from helmscope.solve.simulation import Simulation
 from helmscope.transport.barycenter import Barycenter
 from helmscope.transport.bridge import Bridge
+from helmscope.transport.discrete_bridge import DiscreteBridge
 from helmscope.transport.plan import Plan
 from helmscope.types import HelmscopeError, Plottable, Trajectory, check_name, type_with_article
 
@@ -44,7 +45,8 @@ def plot(item: object, **options: Any) -> Figure:
     - an ``overview``: its four panels (``overview_figure``: ``title``), or single ``variables`` as curves;
     - a ``PhaseDiagram``: heat maps (``phase_figure``: ``title``);
     - a transport ``Plan`` (``plan_figure``: ``lines``, ``title``) or ``Barycenter`` (``barycenter_figure``: ``title``);
-    - a ``Bridge``: its marginals over time (``bridge_figure``: ``n``, ``panels``, ``seed``, ``title``);
+    - a ``Bridge``: its marginals over time (``bridge_figure``: ``n``, ``panels``, ``seed``, ``title``), or a
+      ``DiscreteBridge``: the probabilities of its states (``discrete_bridge_figure``: ``title``);
     - a ``Density`` (``density_figure``: ``view``, ``title``), or a ``DensityPath``: a density over time
       (``density_path_figure``: ``panels``, ``view``, ``title``);
     - a ``density_overview`` with a free energy: it and its rate (``free_energy_figure``: ``title``), or single
@@ -119,6 +121,11 @@ def _barycenter(item: Barycenter, **options: Any) -> Figure:
 @plot.register(Bridge)
 def _bridge(item: Bridge, **options: Any) -> Figure:
     return _draw(bridge_figure, item, options)
+
+
+@plot.register(DiscreteBridge)
+def _discrete_bridge(item: DiscreteBridge, **options: Any) -> Figure:
+    return _draw(discrete_bridge_figure, item, options)
 
 
 @plot.register(Density)

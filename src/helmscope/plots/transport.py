@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
     from helmscope.transport.barycenter import Barycenter
     from helmscope.transport.bridge import Bridge
+    from helmscope.transport.discrete_bridge import DiscreteBridge
     from helmscope.transport.plan import Plan
 
     Floats = NDArray[np.float64]
@@ -32,16 +33,19 @@ MOST_POINTS = 2_000  # plotted of one cloud
 MOST_LINES = 400  # plotted of a plan, the heaviest
 STORED_PAIRS = 2**22  # up to so many pairs an implicit plan is formed as a matrix
 PANEL = 2.6  # inches
-BEND = 0.25  # how far a line on the circle leaves it in the middle, per radian
+SMOOTH = 49  # points along a line of a plan
+BINS = 48  # of a histogram of a marginal, around the circle or along the line
+RING = 0.75  # the length of the highest bar around the circle, in radii
 LETTERS = 80  # of a title across one panel
 
 
 def plan_figure(plan: Plan, *, lines: int = MOST_LINES, title: str = "") -> Figure:
     """Figure of a plan: both clouds, and lines between points that exchange mass, as wide as their mass.
 
-    Unit vectors are drawn on the circle, with lines bent inwards, or on a globe, with lines along great circles; more
-    dimensions are projected on two principal directions. The heaviest ``lines`` entries are drawn; a plan between so
-    many points that it cannot be stored is drawn by its images, x_i to sum_j pi_ij y_j / a_i.
+    Unit vectors are drawn on the circle, with circular arcs inside of it that meet it at right angles, or on a globe,
+    with lines along great circles; more dimensions are projected on two principal directions. The heaviest ``lines``
+    entries are drawn; a plan between so many points that it cannot be stored is drawn by its images, x_i to
+    sum_j pi_ij y_j / a_i.
 
     >>> from helmscope.transport.circle import circle_plan
     >>> figure = plan_figure(circle_plan(torch.eye(2), -torch.eye(2)))
@@ -51,15 +55,21 @@ def plan_figure(plan: Plan, *, lines: int = MOST_LINES, title: str = "") -> Figu
     count = check_integer("lines", lines, at_least=0)
     x, y = _points(plan.clouds.x), _points(plan.clouds.y)
     starts, ends, masses, what = _heaviest(plan, count)
+    if x.shape[-1] == 1:  # on two levels, or points and lines would hide each other
+        height = float(np.ptp(np.concatenate([x, y]))) / 2 or 1.0
+        x, y, starts, ends = (
+            np.concatenate([points, np.full_like(points, level)], -1)
+            for points, level in ((x, height), (y, 0.0), (starts, height), (ends, 0.0))
+        )
+        what += "; x above, y below"
     with styled():
         figure = blank_figure(5.2, 5.4)
         panel = figure.subplots()
-        canvas = _canvas(np.concatenate([x, y]))
+        canvas = _canvas(np.concatenate([x, y])) if plan.clouds.x.shape[-1] > 1 else Canvas.on_two_levels(x, y)
         canvas.prepare(panel)
         _draw_lines(panel, canvas, starts, ends, masses)
         _draw_clouds(panel, canvas, [("x", x, plan.clouds.a), ("y", y, plan.clouds.b)], COLORS)
-        value = float(plan.value.detach())
-        _finish(figure, panel, title or f"transport plan: cost {value:.4g}", what, canvas.description)
+        _finish(figure, panel, title or _plan_title(plan), what, canvas.description)
         return figure
 
 
@@ -67,8 +77,9 @@ def barycenter_figure(barycenter: Barycenter, *, title: str = "") -> Figure:
     """Figure of a barycenter and of the clouds whose barycenter it is; the area of a point grows with its weight.
 
     >>> from helmscope.transport.barycenter import free_support_barycenter
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    >>> figure = barycenter_figure(free_support_barycenter(x, [x, x + 2]))
+    >>> figure = barycenter_figure(free_support_barycenter(x, [x, x + 2], cost=Euclidean()))
     >>> len(figure.axes[0].get_legend().get_texts())
     3
     """
@@ -88,7 +99,8 @@ def barycenter_figure(barycenter: Barycenter, *, title: str = "") -> Figure:
 
 def bridge_figure(bridge: Bridge, *, n: int = 400, panels: int = 5, seed: int = 0, title: str = "") -> Figure:
     """Figure of the marginals of a bridge: a sample of ``n`` points of its law at ``panels`` times, evenly from 0 to
-    the horizon, from the color of the start to that of the target.
+    the horizon, from the color of the start to that of the target. On the circle and on the line, where points would
+    hide each other, it is a histogram: bars around the circle, of a length proportional to the density, or a curve.
 
     >>> from helmscope.transport.cloud_bridge import bridge_clouds
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -107,11 +119,40 @@ def bridge_figure(bridge: Bridge, *, n: int = 400, panels: int = 5, seed: int = 
         canvas = _canvas(samples.reshape(-1, samples.shape[-1]))
         tints = LinearSegmentedColormap.from_list("bridge", COLORS[:2])(np.linspace(0, 1, count))
         for panel, t, sample, tint in zip(axes, times, samples, tints, strict=True):
-            canvas.prepare(panel)
-            _scatter(panel, canvas, sample, None, tint, "")
+            if canvas.dim == 1:
+                _histogram(panel, sample[:, 0], samples, tint)
+            else:
+                canvas.prepare(panel)
+                on_circle = canvas.dim == 2 and canvas.limits is None
+                (_ring if on_circle else _scatter_law)(panel, canvas, sample, tint)
             panel.set_title(f"t = {t:g}", fontsize=9)
         heading = title or f"marginals of a bridge, {pluralized(size, 'point')} each"
         figure.suptitle(plain(f"{heading}\n{canvas.description}"), fontsize=9)
+        return figure
+
+
+def discrete_bridge_figure(bridge: DiscreteBridge, *, title: str = "") -> Figure:
+    """Figure of the bridge of a Markov chain: the probability of every state at every step, as a map.
+
+    >>> from helmscope.transport.discrete_bridge import bridge_chain
+    >>> lazy = torch.tensor([[0.9, 0.1], [0.1, 0.9]], dtype=torch.float64)
+    >>> figure = discrete_bridge_figure(bridge_chain([lazy] * 3, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])))
+    >>> figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()
+    ('step', 'state')
+    """
+    law = bridge.marginals.detach().cpu().numpy().T
+    states, count = law.shape
+    with styled():
+        figure = blank_figure(5.6, 3.6)
+        panel = figure.subplots()
+        extent = (-0.5, count - 0.5, -0.5, states - 0.5)
+        image = panel.imshow(law, origin="lower", aspect="auto", extent=extent, cmap="viridis", vmin=0)
+        panel.set(xlabel="step", ylabel="state")
+        panel.grid(visible=False)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        figure.colorbar(image, ax=panel, label="probability")
+        figure.suptitle(plain(title or f"bridge of a chain: {bridge.outcome}"), fontsize=9)
         return figure
 
 
@@ -148,24 +189,79 @@ def _heaviest(plan: Plan, count: int) -> tuple[Floats, Floats, Floats, str]:
 
 def _draw_lines(panel: Axes, canvas: Canvas, starts: Floats, ends: Floats, masses: Floats) -> None:
     """Straight lines, or great circles between unit vectors; those on the far side of a globe are paler, and those on
-    the circle bend inwards, the longer the more, so that they can be told apart.
+    the circle are the arcs inside of it that meet it at right angles, so that they can be told apart.
     """
     from matplotlib.collections import LineCollection
 
     if not len(starts):
         return
-    along = torch.linspace(0, 1, 17, dtype=torch.float64)[:, None, None]
+    along = torch.linspace(0, 1, SMOOTH, dtype=torch.float64)[:, None, None]
     x, y = torch.from_numpy(starts), torch.from_numpy(ends)
     on_sphere = canvas.limits is None and are_unit_vectors(starts) and are_unit_vectors(ends)
     path = sphere.exp(x, along * sphere.log(x, y)) if on_sphere else (1 - along) * x + along * y
     if on_sphere and x.shape[-1] == 2:
-        path = path * (1 - BEND * sphere.angle(x, y)[:, None] * torch.sin(torch.pi * along))
+        path = _orthogonal_arcs(x, y, along)
     places, front = canvas.place(path.numpy())
     widths = 0.25 + 1.6 * masses / masses.max()
     for near, alpha in ((True, 0.45), (False, 0.12)):
-        kept = front[8] == near  # by the middle of the line
+        kept = front[SMOOTH // 2] == near  # by the middle of the line
         lines = LineCollection(list(places[:, kept].swapaxes(0, 1)), linewidths=widths[kept], colors=GRAY, alpha=alpha)
         panel.add_collection(lines)
+
+
+def _orthogonal_arcs(x: torch.Tensor, y: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
+    """The geodesics of the hyperbolic disk from x_i to y_i on the unit circle, (points, lines, 2).
+
+    With the angle 2 a between them and the middle direction m, it is the arc around m / cos a of the radius tan a, seen
+    from there within the angle pi/2 - a of -m; for antipodal points a diameter.
+    """
+    half = sphere.angle(x, y)[:, None] / 2
+    middle = torch.nn.functional.normalize(x + y, dim=-1)
+    across = torch.nn.functional.normalize(y - x, dim=-1)
+    straight = half > torch.pi / 2 - 1e-3
+    safe = torch.where(straight, torch.pi / 4, half)
+    turn = (2 * along - 1) * (torch.pi / 2 - safe)
+    arc = middle / torch.cos(safe) + torch.tan(safe) * (torch.sin(turn) * across - torch.cos(turn) * middle)
+    return torch.where(straight, (1 - along) * x + along * y, arc)
+
+
+def _histogram(panel: Axes, values: Floats, samples: Floats, color: object) -> None:
+    """The density of points of the line, with the same axes in all panels."""
+    edges = np.linspace(samples.min(), samples.max() + 1e-9, BINS + 1)
+    highest = max(np.histogram(each, edges, density=True)[0].max() for each in samples[..., 0])
+    density = np.histogram(values, edges, density=True)[0]
+    panel.stairs(density, edges, fill=True, color=color, alpha=0.35)
+    panel.stairs(density, edges, color=color, linewidth=1.2)
+    panel.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.05 * highest), xlabel="x")
+    panel.set_ylabel("density")
+    panel.label_outer()
+
+
+def _ring(panel: Axes, canvas: Canvas, sample: Floats, color: object) -> None:
+    """Bars inwards from the circle, as long as the density of angles is high, relative to the highest."""
+    from matplotlib.patches import Wedge
+
+    angles = np.rad2deg(np.arctan2(sample[:, 1], sample[:, 0]))
+    counts, edges = np.histogram(angles, np.linspace(-180, 180, BINS + 1))
+    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+        if count:
+            length = RING * count / counts.max()
+            panel.add_patch(
+                Wedge((0, 0), 1, low, high, width=length, facecolor=color, edgecolor="white", linewidth=0.3)
+            )
+
+
+def _scatter_law(panel: Axes, canvas: Canvas, sample: Floats, color: object) -> None:
+    _scatter(panel, canvas, sample, None, color, "")
+
+
+def _plan_title(plan: Plan) -> str:
+    """W_p of an exact plan, the transport cost and epsilon of an entropic one."""
+    if plan.epsilon is None and plan.ok:
+        return f"optimal plan: W_{plan.p:g} = {float(plan.distance.detach()):.4g}"
+    cost = f"transport cost {float(plan.value.detach()):.4g} (dist^{plan.p:g})"
+    kind = "plan that is not optimal" if plan.epsilon is None else f"entropic plan, epsilon = {plan.epsilon:g}"
+    return f"{kind}: {cost}"
 
 
 def _draw_clouds(

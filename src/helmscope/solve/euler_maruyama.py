@@ -35,6 +35,7 @@ class EulerMaruyama(NoisyStepper):
 
     weak_order: ClassVar[float] = 1
     strong_order: ClassVar[float] = 0.5
+    reads_end: ClassVar[bool] = False
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""

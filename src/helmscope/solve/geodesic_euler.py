@@ -27,6 +27,7 @@ class GeodesicEuler(FixedStepper):
     """
 
     order: ClassVar[int] = 1
+    reads_end: ClassVar[bool] = False
     geodesic: ClassVar[bool] = True
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:

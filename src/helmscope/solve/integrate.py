@@ -157,6 +157,7 @@ def make_problem(
         check_options(event)
     combined = check_weights(x, weights, mask)
     field.check_size(x)
+    field.check_times(clock, reads_end=stepper.reads_end)
     _check_declared(field, x)
     if combined is not None and not field.takes_weights:
         raise HelmscopeError(f"weights or mask is given, but the field {field.name} does not take token weights")

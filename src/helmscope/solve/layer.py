@@ -31,6 +31,7 @@ class Layer(FixedStepper):
 
     h: float = 1.0
     order: ClassVar[int] = 1
+    reads_end: ClassVar[bool] = False
     divisible: ClassVar[bool] = False
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:

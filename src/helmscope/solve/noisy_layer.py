@@ -37,6 +37,7 @@ class NoisyLayer(NoisyStepper):
 
     weak_order: ClassVar[float] = 1
     strong_order: ClassVar[float] = 0.5
+    reads_end: ClassVar[bool] = False
     divisible: ClassVar[bool] = False
 
     def check(self, noise: Noise) -> None:

@@ -28,6 +28,7 @@ class ProjectedEuler(FixedStepper):
     """
 
     order: ClassVar[int] = 1
+    reads_end: ClassVar[bool] = False
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""

@@ -30,13 +30,14 @@ class FixedStepper(ABC):
 
     If ``divisible`` is False the method is a map rather than a discretization: its step cannot be shortened to reach a
     requested time, so times must be multiples of h. If ``geodesic`` is True it follows great circles, and so needs
-    states on the sphere.
+    states on the sphere. ``reads_end`` is whether a step evaluates the field at its end.
     """
 
     h: float
     order: ClassVar[int]
     divisible: ClassVar[bool] = True
     geodesic: ClassVar[bool] = False
+    reads_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_real("h", self.h, above=0)
@@ -65,6 +66,7 @@ class AdaptiveStepper(ABC):
     tol: float | None = None
     max_steps: int = 200_000
     order: ClassVar[int]
+    reads_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tol is not None:
@@ -81,13 +83,15 @@ class NoisyStepper(ABC):
     """A one-step method of step size ``h`` for a stochastic flow.
 
     ``weak_order`` is the order of the error of expectations, ``strong_order`` that of the mean distance between paths
-    driven by the same Brownian motion (0: the method is not driven by it). ``divisible`` as in ``FixedStepper``.
+    driven by the same Brownian motion (0: the method is not driven by it). ``divisible`` and ``reads_end`` as in
+    ``FixedStepper``.
     """
 
     h: float
     weak_order: ClassVar[float]
     strong_order: ClassVar[float]
     divisible: ClassVar[bool] = True
+    reads_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_real("h", self.h, above=0)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from helmscope.transport.gaussian import gaussian_w2 as gaussian_w2
     from helmscope.transport.gaussian_bridge import GaussianBridge as GaussianBridge
     from helmscope.transport.line import line_plan as line_plan
+    from helmscope.transport.mean_field import MeanFieldReference as MeanFieldReference
+    from helmscope.transport.mean_field import mean_field_reference as mean_field_reference
     from helmscope.transport.particle_bridge import ParticleBridge as ParticleBridge
     from helmscope.transport.particle_bridge import bridge_particles as bridge_particles
     from helmscope.transport.plan import Plan as Plan

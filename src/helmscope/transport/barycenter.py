@@ -18,12 +18,12 @@ from helmscope.geometry import sphere
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.clouds import Clouds, check_clouds
-from helmscope.transport.cost import Cost, Euclidean, Geodesic, power
+from helmscope.transport.cost import GEODESIC, Cost, Geodesic, check_cost, power
 from helmscope.transport.exact import solve_exactly
 from helmscope.transport.sinkhorn_levels import TRIAL_SAMPLE, search_epsilon
 from helmscope.transport.sinkhorn_plan import Rules, entropic_plan
 from helmscope.transport.streaming import MAX_COORDINATES
-from helmscope.types import HelmscopeError, Plottable, check_integer, check_real, pluralized
+from helmscope.types import HelmscopeError, Plottable, check_integer, check_real, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +50,9 @@ class Barycenter(Plottable):
     ``antipodal`` is the largest number, in any iteration, of pairs of points that exchange mass and are antipodal, for
     which the geodesic, and with it the barycenter, is not unique. ``clouds`` are the points of the given clouds.
 
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0], [1.0]])
-    >>> free_support_barycenter(x, [x, x + 2])
+    >>> free_support_barycenter(x, [x, x + 2], cost=Euclidean())
     <Barycenter of 2 points: value 1, converged in 2 iterations: movement 0>
     """
 
@@ -89,31 +90,46 @@ class Barycenter(Plottable):
 def check_members(
     points: object,
     clouds: object,
-    cloud_weights: object,
+    weights: object,
     mixture: object,
     cost: Cost,
-    weights: object = None,
+    point_weights: object = None,
 ) -> tuple[list[Clouds], list[float]]:
     """The pairs (points, cloud), checked, and the coefficients lambda_l, which are scaled to the sum 1.
 
+    >>> from helmscope.transport.cost import Euclidean
     >>> pairs, mixture = check_members(torch.zeros(1, 1), [torch.ones(2, 1)] * 2, None, [1, 3], Euclidean())
     >>> pairs[0].b, mixture
     (tensor([0.5000, 0.5000]), [0.25, 0.75])
     """
     if not isinstance(clouds, Sequence) or not clouds:
-        raise HelmscopeError(f"clouds is {type(clouds).__name__}, but it must be a list of at least one cloud")
-    each_weights = [None] * len(clouds) if cloud_weights is None else cloud_weights
+        found = "empty" if isinstance(clouds, Sequence) else type_with_article(clouds)
+        raise HelmscopeError(f"clouds is {found}, but it must be a list of at least one cloud")
+    each_weights = [None] * len(clouds) if weights is None else weights
     shares = [1.0] * len(clouds) if mixture is None else mixture
-    for name, given in (("cloud_weights", each_weights), ("mixture", shares)):
+    for name, given in (("weights", each_weights), ("mixture", shares)):
         if not isinstance(given, Sequence) or len(given) != len(clouds):
-            raise HelmscopeError(f"{name} must be a list with one entry for each of the {len(clouds)} clouds")
-    numbers = [check_real("mixture", share, at_least=0) for share in shares]  # type: ignore[attr-defined]
+            found = f"has length {len(given)}" if isinstance(given, Sequence) else f"is {type_with_article(given)}"
+            raise HelmscopeError(
+                f"{name} {found}, but it must be a list with one entry for each of the {len(clouds)} clouds"
+            )
+    numbers = [check_real(f"mixture[{k}]", share, at_least=0) for k, share in enumerate(shares)]  # type: ignore[arg-type]
     if sum(numbers) <= 0:
         raise HelmscopeError(f"mixture is {numbers}, but its sum must be > 0")
     pairs = [
         # totals may differ, because each cloud is a probability measure
-        _normalized(check_clouds(points, cloud, weights, masses, cost=cost, balanced=False))
-        for cloud, masses in zip(clouds, each_weights, strict=True)  # type: ignore[call-overload]
+        _normalized(
+            check_clouds(
+                points,
+                cloud,
+                point_weights,
+                masses,
+                cost=cost,
+                balanced=False,
+                names=("points", f"clouds[{k}]", "point_weights", f"weights[{k}]"),
+            )
+        )
+        for k, (cloud, masses) in enumerate(zip(clouds, each_weights, strict=True))  # type: ignore[call-overload]
     ]
     if pairs[0].x.ndim != 2:
         raise HelmscopeError(f"points has shape {tuple(pairs[0].x.shape)}, but it must be one cloud (k, d)")
@@ -129,39 +145,41 @@ def _normalized(pair: Clouds) -> Clouds:
 def free_support_barycenter(
     points: Float[Tensor, "k d"],
     clouds: Sequence[Float[Tensor, "n d"]],
-    cloud_weights: Sequence[Float[Tensor, " n"] | None] | None = None,
+    weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
     mixture: Sequence[float] | None = None,
-    weights: Float[Tensor, " k"] | None = None,
+    point_weights: Float[Tensor, " k"] | None = None,
     epsilon: float | None = None,
-    cost: Cost | None = None,
+    cost: Cost = GEODESIC,
     tolerance: float = 1e-6,
     max_iterations: int = 100,
     progress: ProgressOption = None,
 ) -> Barycenter:
-    """Barycenter with k moving points of fixed ``weights``, started from ``points`` [Cuturi & Doucet 2014,
-    arXiv:1310.4375].
+    """Barycenter with k moving points of fixed ``point_weights``, started from ``points`` [Cuturi & Doucet 2014,
+    arXiv:1310.4375]. ``weights`` are those of the clouds, one entry per cloud, None for equal ones.
 
     Each iteration computes a plan from the points to every cloud, and moves each point to the mean of its targets, for
     which the sum of costs is least at these plans: the value never increases with exact plans. It ends at a fixed
     point, which need not be the global minimum: start from several ``points``, such as a sample of one cloud. For
-    ``Chordal()`` the mean is normalized; for ``Geodesic()`` it is the Karcher mean. ``mixture`` are the lambda_l,
+    ``Geodesic()``, the default, the mean is the Karcher mean; for ``Chordal()`` it is normalized, and points of R^d
+    need ``Euclidean()``. ``mixture`` are the lambda_l,
     default equal. Plans are exact (through POT) or, with ``epsilon``, entropic, which pulls the points together.
     Iterations stop when no point moves by more than ``tolerance``.
 
     Where a point and its target are antipodal the direction is that of ``geometry.sphere.log``, and ``antipodal``
     counts them. A chordal mean 0 leaves its point where it is.
 
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0], [1.0]])
-    >>> free_support_barycenter(x, [x, x + 2]).points
+    >>> free_support_barycenter(x, [x, x + 2], cost=Euclidean()).points
     tensor([[1.],
             [2.]])
     """
-    distance = Euclidean() if cost is None else cost
+    distance = check_cost(cost)
     rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, 2, None, None, 1000)
     check_real("tolerance", tolerance, above=0)
     check_integer("max_iterations", max_iterations, at_least=1)
-    pairs, shares = check_members(points, clouds, cloud_weights, mixture, distance, weights)
+    pairs, shares = check_members(points, clouds, weights, mixture, distance, point_weights)
     solver = _Solver(rules, exact=epsilon is None)
     found = _move(pairs, shares, solver, tolerance, max_iterations, progress)  # type: ignore[arg-type]
     if found.ok or epsilon is None:

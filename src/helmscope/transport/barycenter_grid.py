@@ -21,7 +21,7 @@ import torch
 
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.barycenter import Barycenter, check_members, remedy_epsilon
-from helmscope.transport.cost import Cost, Euclidean
+from helmscope.transport.cost import GEODESIC, Cost, check_cost
 from helmscope.transport.sinkhorn_plan import Rules
 from helmscope.transport.streaming import PairwiseCost, log_weights
 from helmscope.types import HelmscopeError, check_real
@@ -44,30 +44,33 @@ MAX_VARIABLES = 2**19  # of the linear program
 def fixed_support_barycenter(
     points: Float[Tensor, "k d"],
     clouds: Sequence[Float[Tensor, "n d"]],
-    cloud_weights: Sequence[Float[Tensor, " n"] | None] | None = None,
+    weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
     mixture: Sequence[float] | None = None,
     epsilon: float | None = None,
-    cost: Cost | None = None,
+    cost: Cost = GEODESIC,
     p: float = 2.0,
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
     progress: ProgressOption = None,
 ) -> Barycenter:
-    """Barycenter on the given ``points``, whose weights are computed, for the cost dist^p.
+    """Barycenter on the given ``points``, whose weights are computed, for the cost dist^p. ``weights`` are those of the
+    clouds, one entry per cloud, None for equal ones. As everywhere the cost defaults to ``Geodesic()``; points of R^d
+    need ``Euclidean()``.
 
     Without ``epsilon`` the weights are exact, by a linear program (HiGHS) for at most 2^19 pairs of points. With
     ``epsilon`` they minimize the cost with entropy (see the module), which blurs them; memory is then O(k + n). It
     stops when the marginals of the plans differ by at most ``tolerance`` (sum of absolute values, mean over clouds).
     ``mixture`` are the coefficients lambda_l of the clouds, default equal. ``value`` is sum_l lambda_l <pi_l, c_l>.
 
+    >>> from helmscope.transport.cost import Euclidean
     >>> grid = torch.arange(5.0)[:, None]
-    >>> fixed_support_barycenter(grid, [grid[:1], grid[4:]]).weights
+    >>> fixed_support_barycenter(grid, [grid[:1], grid[4:]], cost=Euclidean()).weights
     tensor([0., 0., 1., 0., 0.])
     """
-    distance = Euclidean() if cost is None else cost
+    distance = check_cost(cost)
     rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, p, None, tolerance, max_iterations)
-    pairs, shares = check_members(points, clouds, cloud_weights, mixture, distance)
+    pairs, shares = check_members(points, clouds, weights, mixture, distance)
     check_real("tolerance", tolerance, above=0)
     if epsilon is None:
         return _linear_program(pairs, shares, rules)

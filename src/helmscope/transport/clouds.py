@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import broadcast_shapes, check_dense_values, every
-from helmscope.transport.cost import Cost
+from helmscope.transport.cost import check_cost
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.transport.cost import Cost
 
 # Totals closer than this are equal up to rounding; anything else is a mistake.
 MASS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -47,39 +49,44 @@ def check_clouds(
     *,
     cost: Cost,
     balanced: bool = True,
+    names: tuple[str, str, str, str] = ("x", "y", "x_weights", "y_weights"),
 ) -> Clouds:
     """Check two clouds and their weights, and return them on common batch axes.
 
     Weights are >= 0 and default to equal ones. In a balanced problem the totals of x and y must agree; they are then
     scaled to 1, so that every distance is one between probability measures. Raises ``HelmscopeError`` for an empty
-    cloud, points that do not fit the cost, different dimensions, dtypes or devices, and negative or unequal masses.
+    cloud, points that do not fit the cost, different dimensions, dtypes or devices, and negative or unequal masses;
+    errors call the arguments by their ``names``.
 
     >>> from helmscope.transport.cost import Euclidean
     >>> check_clouds(torch.zeros(2, 1), torch.ones(4, 1), cost=Euclidean()).b
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    if not isinstance(cost, Cost):
-        raise HelmscopeError(f"cost is {cost!r}, but it must be Geodesic(), Chordal(), Euclidean() or another Cost")
-    points_x, points_y = cost.check(x, "x"), cost.check(y, "y")
+    check_cost(cost)
+    x_name, y_name, *weight_names = names
+    points_x, points_y = cost.check(x, x_name), cost.check(y, y_name)
     for name in ("dtype", "device"):
         if getattr(points_x, name) != getattr(points_y, name):
             raise HelmscopeError(
-                f"y has {name} {getattr(points_y, name)}, but it must have that of x, {getattr(points_x, name)}"
+                f"{y_name} has {name} {getattr(points_y, name)}, but it must have that of {x_name}, "
+                f"{getattr(points_x, name)}"
             )
     if points_x.shape[-1] != points_y.shape[-1]:
-        raise HelmscopeError(f"y has dimension {points_y.shape[-1]}, but it must have that of x, {points_x.shape[-1]}")
+        raise HelmscopeError(
+            f"{y_name} has dimension {points_y.shape[-1]}, but it must have that of {x_name}, {points_x.shape[-1]}"
+        )
     shapes = [points_x.shape[:-2], points_y.shape[:-2]]
     shapes += [weights.shape[:-1] for weights in (x_weights, y_weights) if isinstance(weights, torch.Tensor)]
     try:
         batch = broadcast_shapes(*shapes)
     except ValueError:
         raise HelmscopeError(
-            f"x has shape {tuple(points_x.shape)} and y {tuple(points_y.shape)}, but their batch axes must broadcast, "
-            "with those of the weights"
+            f"{x_name} has shape {tuple(points_x.shape)} and {y_name} {tuple(points_y.shape)}, but their batch axes "
+            "must broadcast, with those of the weights"
         ) from None
     points_x = points_x.expand(*batch, *points_x.shape[-2:])
     points_y = points_y.expand(*batch, *points_y.shape[-2:])
-    a, b = _masses(points_x, x_weights, "x_weights"), _masses(points_y, y_weights, "y_weights")
+    a, b = _masses(points_x, x_weights, weight_names[0]), _masses(points_y, y_weights, weight_names[1])
     if not balanced:
         return Clouds(points_x, points_y, a, b)
     total_a, total_b = a.sum(-1, keepdim=True), b.sum(-1, keepdim=True)

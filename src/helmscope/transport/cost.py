@@ -12,7 +12,7 @@ import torch
 
 from helmscope.geometry.arithmetic import check_points, full_precision
 from helmscope.geometry.sphere import angle, check_tokens
-from helmscope.types import ConciseRepr, check_real
+from helmscope.types import ConciseRepr, HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -55,7 +55,13 @@ class Cost(ConciseRepr, ABC):
         >>> Euclidean().check(torch.zeros(2, 1), "x").shape
         torch.Size([2, 1])
         """
-        return check_tokens(points, name=name) if self.on_sphere else check_points(points, name)
+        if not self.on_sphere:
+            return check_points(points, name)
+        try:
+            return check_tokens(points, name=name)
+        except HelmscopeError as error:
+            check_points(points, name)  # raises for anything but points of R^d
+            raise HelmscopeError(f"{error}; for points of R^d pass cost=Euclidean()") from None
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,21 @@ class Geodesic(Cost):
         return angle(x, y)
 
 
+GEODESIC = Geodesic()  # the default wherever a cost is an argument
+
+
+def check_cost(cost: object) -> Cost:
+    """The ground distance, if it is one; raises ``HelmscopeError`` otherwise.
+
+    >>> check_cost(Geodesic)
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: cost is <class ...>, but it must be Geodesic(), Chordal(), Euclidean() or ...
+    """
+    if not isinstance(cost, Cost):
+        raise HelmscopeError(f"cost is {cost!r}, but it must be Geodesic(), Chordal(), Euclidean() or another Cost")
+    return cost
+
+
 def check_power(p: object) -> float:
     """The power p of W_p, if it is a finite number >= 1; raises ``HelmscopeError`` otherwise.
 
@@ -131,3 +152,17 @@ def power(distance: Float[Tensor, "*batch"], p: float) -> Float[Tensor, "*batch"
     positive = distance > 0
     logarithm = torch.log(torch.where(positive, distance, torch.ones_like(distance)))
     return torch.where(positive, torch.exp(p * logarithm), torch.zeros_like(distance))
+
+
+def root(value: Float[Tensor, "*batch"], p: float) -> Float[Tensor, "*batch"]:
+    """value^(1/p), with gradient 0 at 0.
+
+    >>> root(torch.tensor([0.0, 8.0]), 3.0)
+    tensor([0., 2.])
+    """
+    if p == 1:
+        return value
+    positive = value > 0
+    safe = torch.where(positive, value, torch.ones_like(value))
+    result = safe.sqrt() if p == 2 else torch.exp(torch.log(safe) / p)
+    return torch.where(positive, result, torch.zeros_like(value))

@@ -25,6 +25,8 @@ from helmscope.transport.scaling import Scaling, scale_to_marginals
 from helmscope.types import (
     ConciseRepr,
     HelmscopeError,
+    Interval,
+    Plottable,
     check_integer,
     check_real,
     pluralized,
@@ -42,7 +44,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}  # allowed deviation of a
 
 
 @dataclass(frozen=True, eq=False)
-class DiscreteBridge(ConciseRepr):
+class DiscreteBridge(ConciseRepr, Plottable):
     """The bridge of a Markov chain, returned by ``bridge_chain``.
 
     ``log_potentials`` holds log phi_k, (K + 1, states), -inf where the bridge never is; ``marginals`` the laws at all
@@ -73,19 +75,21 @@ class DiscreteBridge(ConciseRepr):
             "and end"
         )
 
-    def cost(self) -> float:
-        """The relative entropy of the bridge with respect to the reference started from mu_0.
+    def cost(self) -> Interval:
+        """The relative entropy of the bridge with respect to the reference started from mu_0; exact, so that its
+        interval has the width 0.
 
         >>> step = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
         >>> bridge = bridge_chain([step], torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0]))
-        >>> round(bridge.cost(), 6)  # log 2
+        >>> round(bridge.cost().estimate, 6)  # log 2
         0.693147
         """
         ends = [
             float((law[law > 0] * log_phi[law > 0]).sum())
             for law, log_phi in zip(self.marginals[[0, -1]], self.log_potentials[[0, -1]], strict=True)
         ]
-        return ends[1] - ends[0]
+        cost = ends[1] - ends[0]
+        return Interval(cost, cost, cost, n=1)
 
     def sample(self, n: int, *, seed: int = 0) -> Int[Tensor, "n steps_plus_1"]:
         """n paths of the bridge, as numbers of states.

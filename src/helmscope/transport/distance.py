@@ -13,7 +13,7 @@ import torch
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.circle import circle_cost
 from helmscope.transport.clouds import Clouds, check_clouds
-from helmscope.transport.cost import Cost, Euclidean, Geodesic, check_power
+from helmscope.transport.cost import GEODESIC, Cost, Euclidean, Geodesic, check_power, root
 from helmscope.transport.exact import exact_cost
 from helmscope.transport.line import line_cost
 from helmscope.types import HelmscopeError, check_progress
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from helmscope.types.progress import Progress, ProgressOption
 
-GEODESIC = Geodesic()
 SMALLEST = 1e-290  # a cost below has lost digits, or all of them
 
 
@@ -105,13 +104,3 @@ def _underflows(clouds: Clouds, cost: Cost, value: Float[Tensor, "*batch"]) -> b
     scale = max(float(points.abs().max()) for points in (clouds.x, clouds.y))
     distance = _least_cost(clouds, cost, 1.0, lambda share: None)
     return bool(((value < SMALLEST) & (distance > 1e-12 * scale)).any())
-
-
-def root(value: Float[Tensor, "*batch"], p: float) -> Float[Tensor, "*batch"]:
-    """value^(1/p), with gradient 0 at 0."""
-    if p == 1:
-        return value
-    positive = value > 0
-    safe = torch.where(positive, value, torch.ones_like(value))
-    root = safe.sqrt() if p == 2 else torch.exp(torch.log(safe) / p)
-    return torch.where(positive, root, torch.zeros_like(value))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.clouds import Clouds, check_clouds
+from helmscope.transport.cost import GEODESIC, Cost
 from helmscope.transport.sinkhorn_plan import Rules, entropic_plan
 from helmscope.types.progress import sub_progress
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.transport.cost import Cost
     from helmscope.transport.plan import Plan
     from helmscope.types.progress import ProgressOption
 
@@ -31,8 +31,9 @@ class Divergence:
     """A Sinkhorn divergence, differentiable by points and weights, and its three plans: x to y, x to x, y to y.
 
     >>> import torch
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0], [1.0]])
-    >>> divergence = sinkhorn_divergence(x, x, epsilon=0.5)
+    >>> divergence = sinkhorn_divergence(x, x, epsilon=0.5, cost=Euclidean())
     >>> divergence.ok, len(divergence.plans)
     (True, 3)
     """
@@ -63,7 +64,7 @@ def sinkhorn_divergence(
     y_weights: Float[Tensor, " m"] | None = None,
     *,
     epsilon: float,
-    cost: Cost | None = None,
+    cost: Cost = GEODESIC,
     p: float = 2.0,
     reach: float | None = None,
     tolerance: float | None = None,
@@ -75,11 +76,12 @@ def sinkhorn_divergence(
     With ``reach`` it is the unbalanced divergence, which also contains epsilon (sum a - sum b)^2 / 2 [Sejourne et al.
     2019, arXiv:1910.12958]. ``value`` is the combination of the dual values, whose error is of second order in the
     marginal errors; it is differentiable once. Gradients are ambient: on the sphere, project them. Positivity is proven
-    for the Euclidean and chordal distance with p <= 2, not for the geodesic distance on a sphere.
+    for ``Euclidean()`` and ``Chordal()`` with p <= 2, not for the default ``Geodesic()`` on a sphere.
 
     >>> import torch
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0], [1.0]], requires_grad=True)
-    >>> divergence = sinkhorn_divergence(x, torch.tensor([[0.5], [1.5]]), epsilon=0.01)
+    >>> divergence = sinkhorn_divergence(x, torch.tensor([[0.5], [1.5]]), epsilon=0.01, cost=Euclidean())
     >>> round(float(divergence.value.detach()), 4), torch.autograd.grad(divergence.value, x)[0]
     (0.25, tensor([[-0.5000],
             [-0.5000]]))

@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from helmscope.transport.clouds import Clouds, check_clouds
-from helmscope.transport.cost import Cost, Geodesic, check_power, power
+from helmscope.transport.cost import GEODESIC, Cost, check_power, power
 from helmscope.transport.plan import PlanStatus, single_problem, sparse_plan
 from helmscope.types import HelmscopeError, MissingExtra, check_integer, check_memory
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from helmscope.transport.plan import Plan
 
-GEODESIC = Geodesic()
 POT_OPTIMAL = 1  # the result code of ot.emd
 PIVOTS = 10_000_000
 
@@ -57,7 +56,7 @@ def exact_plan(
     >>> import torch
     >>> plan = exact_plan(torch.eye(3), -torch.eye(3))
     >>> plan
-    <Plan of 3 x 3 points: cost 2.4674, optimal: an exact plan with duality gap ...>
+    <Plan of 3 x 3 points: W_2 1.5708, optimal: an exact plan with duality gap ...>
     """
     p = check_power(p)
     limit = check_integer("max_iterations", max_iterations, at_least=1)

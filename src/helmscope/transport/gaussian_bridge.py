@@ -23,7 +23,7 @@ from helmscope.fields.noise import IsotropicNoise, MatrixNoise, Noise
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.transport.bridge import Bridge, check_time, map_systems
-from helmscope.types import HelmscopeError, check_integer, check_real, short_repr
+from helmscope.types import HelmscopeError, Interval, check_integer, check_real, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -63,14 +63,15 @@ class LinearField(Field):
 class GaussianBridge(Bridge):
     """The bridge from N(start_mean, start_cov) to N(end_mean, end_cov) of dX = ``drift`` X dt + sqrt(2 Sigma) dW.
 
-    ``diffusion`` is nu > 0, for Sigma = nu I, or a positive definite matrix Sigma; ``drift`` a matrix A, 0 by default.
+    The noise is either ``nu`` > 0, for Sigma = nu I, or ``diffusion``, a positive definite matrix Sigma; ``drift`` is a
+    matrix A, 0 by default.
     ``end_precision`` and ``end_shift`` are B and l of the potential at the horizon, and ``cross_cov`` = Cov(X_0, X_T).
     Computed in float64. Unlike a bridge to a cloud, its potential and control are defined at the horizon as well.
     Raises ``HelmscopeError`` for shapes that do not fit, covariances that are not symmetric and positive definite,
     nu <= 0 and horizon <= 0.
 
     >>> one = torch.ones(1, 1, dtype=torch.float64)
-    >>> bridge = GaussianBridge(torch.zeros(1), one, torch.zeros(1), one / 4, diffusion=0.3)
+    >>> bridge = GaussianBridge(torch.zeros(1), one, torch.zeros(1), one / 4, nu=0.3)
     >>> round(float(bridge.cross_cov), 12), round(float(bridge.end_precision), 12)
     (0.283095189485, 4.220634596564)
     """
@@ -79,7 +80,8 @@ class GaussianBridge(Bridge):
     start_cov: Float[Tensor, "d d"]
     end_mean: Float[Tensor, " d"]
     end_cov: Float[Tensor, "d d"]
-    diffusion: float | Float[Tensor, "d d"] = field(kw_only=True)
+    nu: float | None = field(default=None, kw_only=True)
+    diffusion: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
     horizon: float = field(default=1.0, kw_only=True)
     drift: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
     cross_cov: Float[Tensor, "d d"] = field(init=False, repr=False)
@@ -96,10 +98,13 @@ class GaussianBridge(Bridge):
             set_value(self, name, getattr(self, name).to(torch.float64))
         for name in ("start_cov", "end_cov"):
             set_value(self, name, _check_covariance(getattr(self, name), name, dim))
-        if isinstance(self.diffusion, torch.Tensor) and self.diffusion.ndim:
-            set_value(self, "diffusion", _check_covariance(self.diffusion, "diffusion", dim))
+        if (self.nu is None) == (self.diffusion is None):
+            given = "neither" if self.nu is None else "both"
+            raise HelmscopeError(f"{given} of nu and diffusion is given, but one must be: nu > 0, or a matrix Sigma")
+        if self.nu is not None:
+            set_value(self, "nu", check_real("nu", self.nu, above=0))
         else:
-            set_value(self, "diffusion", check_real("diffusion", self.diffusion, above=0))
+            set_value(self, "diffusion", _check_covariance(self.diffusion, "diffusion", dim))
         if self.drift is not None:
             set_value(self, "drift", _check_square(self.drift, "drift", dim))
         phi, q = self._transition(self.horizon)
@@ -125,8 +130,15 @@ class GaussianBridge(Bridge):
     @property
     def noise(self) -> Noise:
         """Gaussian noise with the covariance 2 Sigma per unit of time."""
-        isotropic = isinstance(self.diffusion, float)
-        return IsotropicNoise(self.diffusion) if isotropic else MatrixNoise(self.diffusion)  # type: ignore[arg-type]
+        if self.nu is not None:
+            return IsotropicNoise(self.nu)
+        assert self.diffusion is not None  # __post_init__ has checked it
+        return MatrixNoise(self.diffusion)
+
+    @property
+    def defined_at_horizon(self) -> bool:
+        """True: the target has a density."""
+        return True
 
     @property
     def reference(self) -> Field | None:
@@ -140,9 +152,10 @@ class GaussianBridge(Bridge):
 
     @property
     def _sigma(self) -> Float[Tensor, "d d"]:
-        if isinstance(self.diffusion, torch.Tensor):
+        if self.diffusion is not None:
             return self.diffusion
-        return self.diffusion * torch.eye(len(self.start_mean)).to(self.start_cov)
+        assert self.nu is not None  # __post_init__ has checked it
+        return self.nu * torch.eye(len(self.start_mean)).to(self.start_cov)
 
     def _transition(self, duration: float) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"]]:
         """Phi_r and Q_r of the reference; by the exponential of a block matrix (Van Loan 1978)."""
@@ -185,7 +198,7 @@ class GaussianBridge(Bridge):
         """Mean and covariance of the bridge at time t in [0, horizon].
 
         >>> one = torch.ones(1, 1, dtype=torch.float64)
-        >>> mean, cov = GaussianBridge(torch.zeros(1), one, torch.ones(1), one / 4, diffusion=0.3).moments(0.5)
+        >>> mean, cov = GaussianBridge(torch.zeros(1), one, torch.ones(1), one / 4, nu=0.3).moments(0.5)
         >>> round(float(mean), 6), round(float(cov), 6)
         (0.5, 0.604048)
         """
@@ -210,11 +223,12 @@ class GaussianBridge(Bridge):
         return mean + xi @ _symmetric_power(cov, 0.5)
 
     @full_precision
-    def cost(self) -> float:
-        """E int u . Sigma^-1 u / 4 dt, the relative entropy of the law of (X_0, X_T) with respect to the reference.
+    def cost(self) -> Interval:
+        """E int u . Sigma^-1 u / 4 dt, the relative entropy of the law of (X_0, X_T) with respect to the reference;
+        exact, so that its interval has the width 0.
 
         >>> one = torch.ones(1, 1, dtype=torch.float64)
-        >>> round(GaussianBridge(torch.zeros(1), one, torch.zeros(1), one / 4, diffusion=0.3).cost(), 9)
+        >>> round(GaussianBridge(torch.zeros(1), one, torch.zeros(1), one / 4, nu=0.3).cost().estimate, 9)
         0.700827391
         """
         phi, q = self._transition(self.horizon)
@@ -223,7 +237,8 @@ class GaussianBridge(Bridge):
         second = self.end_cov - moved - moved.mT + phi @ self.start_cov @ phi.mT + torch.outer(shift, shift)
         conditional = torch.linalg.inv(self.end_precision + torch.linalg.inv(q))
         logs = torch.linalg.slogdet(q).logabsdet - torch.linalg.slogdet(conditional).logabsdet
-        return float(logs - len(q) + torch.linalg.solve(q, second).trace()) / 2
+        cost = float(logs - len(q) + torch.linalg.solve(q, second).trace()) / 2
+        return Interval(cost, cost, cost, n=1)
 
 
 def _symmetrized(matrix: Tensor) -> Tensor:

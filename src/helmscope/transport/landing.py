@@ -11,6 +11,7 @@ import torch
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import integrate
 from helmscope.solve.stepper import NoisyStepper
+from helmscope.transport.time_grid import LAST, STEP, graded_times
 from helmscope.types import HelmscopeError, check_times
 
 if TYPE_CHECKING:
@@ -22,28 +23,6 @@ if TYPE_CHECKING:
     from helmscope.transport.bridge import Bridge
 
     SampleEnds = Callable[[Tensor, float, np.random.Generator], Tensor]
-
-LAST = 1e-3  # the share of the horizon after which the end point is sampled
-RATIO = 0.1  # the longest step as a share of the time left
-STEP = 0.02  # the longest step as a share of the horizon
-
-
-def graded_times(horizon: float, until: float) -> list[float]:
-    """Times below ``until`` whose gaps are at most STEP of the horizon and RATIO of the time left, the last at
-    (1 - LAST) horizon at most.
-
-    >>> len(graded_times(1.0, 1.0)), graded_times(1.0, 0.05)
-    (91, [0.02, 0.04])
-    """
-    times: list[float] = []
-    now = 0.0
-    while True:
-        now += min(STEP * horizon, RATIO * (horizon - now))
-        if now >= until:
-            return times
-        if horizon - now <= LAST * horizon:
-            return [*times, horizon * (1 - LAST)]
-        times.append(now)
 
 
 def simulate_landing(

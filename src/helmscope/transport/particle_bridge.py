@@ -20,18 +20,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from scipy import special
 
 from helmscope.fields.field import StateSpace
 from helmscope.runs.bar import shows_progress
 from helmscope.stats.intervals import mean_interval
 from helmscope.transport.bridge import Bridge, check_ends, check_time, map_systems
+from helmscope.transport.bridge_cost import cost_between_laws
 from helmscope.transport.diffusion import Diffusion, diffusion_of
-from helmscope.transport.landing import graded_times, sample_columns, simulate_landing
-from helmscope.transport.nearest import nearest_neighbor_entropy
+from helmscope.transport.landing import sample_columns, simulate_landing
+from helmscope.transport.mean_field import mean_field_reference
 from helmscope.transport.particle_chain import Chain, Problem, fit_chain, splitting_error
-from helmscope.transport.reference import check_independent, check_reference, velocity_of
+from helmscope.transport.reference import check_reference, interacts, velocity_of
 from helmscope.transport.splitting import Drift
+from helmscope.transport.time_grid import graded_times
 from helmscope.types import HelmscopeError, Interval, check_integer, check_memory, check_real, pluralized
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ERROR = 0.1  # of the fit to phi, and of the control by the length of the steps, relative
-_GROUPS = 8  # parts of the target, for the standard error of its entropy
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +184,13 @@ class ParticleBridge(Bridge):
         return self.clouds.x[torch.multinomial(self.clouds.a, n, replacement=True, generator=generator)]
 
     def cost(self, *, target_entropy: float | None = None) -> Interval:
-        """E int u . Sigma^-1 u / 4 dt of the bridge between the laws that the clouds are samples of, with a 95 %
-        confidence interval for the sampling error of the clouds.
+        """E int u . Sigma^-1 u / 4 dt of the bridge between the laws that the clouds are independent samples of, with a
+        95 % confidence interval for their sampling error (``bridge_cost``).
 
-        It is sum b (g - log b) - sum a log phi_0 - H, where H = -int mu_T log mu_T is the entropy of the target with
-        respect to volume, without which a process that ends in points costs infinitely much (see ``cost_until``). If
-        ``target_entropy`` is None, H is estimated from nearest neighbors. The standard error is that of the means over
-        x and y (to first order, errors of the potentials do not matter). Raises ``HelmscopeError`` for unequal weights
-        and fewer than 32 points in either cloud.
+        It needs the entropy of the target, without which a process that ends in points costs infinitely much (see
+        ``cost_until``). If ``target_entropy`` is None, it is estimated from nearest neighbors in y, which is wrong for
+        points that are not independent: regular or quasi-random ones repel each other, and the cost comes out too low.
+        Raises ``HelmscopeError`` if that is impossible: equal points, unequal weights, fewer than 32 points.
 
         >>> from helmscope.fields.noise import IsotropicNoise
         >>> x = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
@@ -199,28 +198,13 @@ class ParticleBridge(Bridge):
         >>> round(bridge.cost(target_entropy=0.6931).estimate, 2)
         0.51
         """
-        a, b, y = self.clouds.a, self.clouds.b, self.clouds.y
-        for name, masses in (("x_weights", a), ("y_weights", b)):
-            if len(masses) < 4 * _GROUPS or not torch.allclose(masses, torch.full_like(masses, 1 / len(masses))):
-                raise HelmscopeError(
-                    f"{name} has {len(masses)} masses, but an interval for the cost needs at least {4 * _GROUPS} "
-                    "points of equal mass"
-                )
-        on_sphere = self.space is StateSpace.SPHERE
-        start, end = self.chain.start_log_potential, self.chain.end_log_potential - torch.log(b)
-        # groups in a random order, because that of y may have a structure
-        order = torch.randperm(len(y), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(y.device)
-        groups = [float(end[part].mean()) for part in order.chunk(_GROUPS)]
-        if target_entropy is None:
-            parts = [nearest_neighbor_entropy(y[part], on_sphere=on_sphere) for part in order.chunk(_GROUPS)]
-            groups = [mean - part for mean, part in zip(groups, parts, strict=True)]
-            entropy = nearest_neighbor_entropy(y, on_sphere=on_sphere)
-        else:
-            entropy = check_real("target_entropy", target_entropy)
-        estimate = float(end.mean()) - float(start.mean()) - entropy
-        variance = float(start.var()) / len(a) + float(torch.tensor(groups, dtype=torch.float64).var()) / _GROUPS
-        margin = float(special.stdtrit(_GROUPS - 1, 0.975)) * math.sqrt(variance)
-        return Interval(estimate, estimate - margin, estimate + margin, n=len(a))
+        return cost_between_laws(
+            self.clouds,
+            self.chain.start_log_potential,
+            self.chain.end_log_potential,
+            target_entropy=target_entropy,
+            on_sphere=self.space is StateSpace.SPHERE,
+        )
 
     def cost_until(self, t: float, *, n: int = 512, seed: int = 0) -> Interval:
         """E int_0^t u . Sigma^-1 u / 4 ds, 0 < t < horizon, along n simulated paths. It grows without bound as t
@@ -295,7 +279,10 @@ def bridge_particles(
     dX = b dt + sqrt(2 Sigma) dW, on the sphere S^(d-1) or in R^d.
 
     ``reference`` acts on single points: an MLP, ``CrossAttention`` to a fixed cloud, a function f(x) or f(x, t=...) of
-    points; None is noise alone. ``space`` defaults to that of the field, and to the sphere; with ``StateSpace.FLAT`` a
+    points; None is noise alone. An interacting field, such as SA, USA, MultiHead or a Block of both, is replaced by the
+    drift of a tagged token in its mean field, ``mean_field_reference`` with its defaults and this ``seed``: the cloud x
+    follows the field with the noise, uncontrolled, and the bridge is that of one token among these, whose control does
+    not act on the others. ``space`` defaults to that of the field, and to the sphere; with ``StateSpace.FLAT`` a
     plain function is a drift of R^d. ``noise`` is an ``IsotropicNoise`` or a ``MatrixNoise`` with a positive definite
     matrix; on the sphere, its process adds its drift. Weights are as in ``check_clouds``; no gradients are propagated.
 
@@ -308,8 +295,8 @@ def bridge_particles(
     names a remedy. With a matrix on the sphere, each step is exact to first order only: take
     more of them, which needs more particles.
 
-    Raises ``HelmscopeError`` for points that are not in the space, bad weights, other noise, a field whose velocity at
-    a point depends on other points, and a target that is out of reach in float64.
+    Raises ``HelmscopeError`` for points that are not in the space, bad weights, other noise, an interacting field that
+    has no mean field, such as causal attention, and a target that is out of reach in float64.
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> x = torch.tensor([[0.0], [0.5]], dtype=torch.float64)
@@ -327,15 +314,18 @@ def bridge_particles(
     n, m = len(clouds.x), len(clouds.y)
     check_memory(f"particles is {particles} and steps is {steps}", steps * (3 * particles + n) * (particles + 2 * m))
     diffusion = diffusion_of(noise, clouds.x.shape[-1], space, clouds.x.device)
+    seed = check_integer("seed", seed, at_least=0, below=2**32)
     if field is not None:
-        check_independent(field, torch.cat([clouds.x, clouds.y]))
+        field.check_times([horizon], reads_end=True)
+        if interacts(field, torch.cat([clouds.x, clouds.y])):
+            field = mean_field_reference(field, clouds.x, clouds.a, noise=noise, horizon=horizon, seed=seed)
     drift = Drift(velocity_of(field, noise, on_sphere=on_sphere), on_sphere, horizon / steps)
     tolerance = check_real("tolerance", tolerance, above=0)
     problem = Problem(clouds, diffusion, drift, horizon, steps)
     fit = partial(
         fit_chain,
         particles=particles,
-        seed=check_integer("seed", seed, at_least=0, below=2**32),
+        seed=seed,
         tolerance=tolerance,
         max_iterations=check_integer("max_iterations", max_iterations, at_least=1),
     )

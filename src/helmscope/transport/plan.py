@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.transport.cost import power
+from helmscope.transport.cost import power, root
 from helmscope.types import HelmscopeError, Plottable, pluralized
 
 if TYPE_CHECKING:
@@ -49,20 +49,23 @@ class PlanStatus(Enum):
 class Plan(Plottable):
     """A transport plan pi between x with masses a and y with masses b.
 
-    ``cost`` is the ground distance. ``value`` is the transport cost sum_ij pi_ij c_ij, c = dist^p; ``objective`` is
-    what the solver minimized (the same for exact transport; with entropy and relaxed marginals otherwise), and ``dual``
-    its lower bound from the ``potentials`` f, g. ``couple(values)`` returns sum_j pi_ij values_j, (n, k), without
-    forming pi where the plan is implicit. ``marginal_errors`` are the sums over i of |sum_j pi_ij - a_i|, and likewise
-    for y. A sparse plan lists its ``entries``: indices i, indices j, and masses pi_ij > 0.
+    ``cost`` is the ground distance, ``p`` its power, and ``epsilon`` the weight of the entropy, None if the plan is
+    exact. ``value`` is the transport cost sum_ij pi_ij c_ij, c = dist^p, and ``distance`` its root value^(1/p), W_p if
+    the plan is exact; ``objective`` is what the solver minimized (the same for exact transport; with entropy and
+    relaxed marginals otherwise), and ``dual`` its lower bound from the ``potentials`` f, g. ``couple(values)`` returns
+    sum_j pi_ij values_j, (n, k), without forming pi where the plan is implicit. ``marginal_errors`` are the sums over i
+    of |sum_j pi_ij - a_i|, and likewise for y. A sparse plan lists its ``entries``: indices i, indices j, and masses
+    pi_ij > 0.
 
     >>> from helmscope.transport.line import line_plan
     >>> plan = line_plan(torch.tensor([[0.0]]), torch.tensor([[1.0], [3.0]]))
-    >>> plan.value, plan.matrix, plan.images, plan.ok
-    (tensor(5.), tensor([[0.5000, 0.5000]]), tensor([[2.]]), True)
+    >>> plan.value, plan.distance, plan.matrix, plan.images, plan.ok
+    (tensor(5.), tensor(2.2361), tensor([[0.5000, 0.5000]]), tensor([[2.]]), True)
     """
 
     clouds: Clouds
     cost: Cost
+    p: float
     value: Float[Tensor, ""]
     objective: Float[Tensor, ""]
     dual: Float[Tensor, ""]
@@ -71,8 +74,14 @@ class Plan(Plottable):
     status: PlanStatus
     iterations: int
     couple: Callable[[Float[Tensor, "m k"]], Float[Tensor, "n k"]]
+    epsilon: float | None = None
     remedy_epsilon: float = 0.0  # a regularization that would converge, named by the outcome
     entries: tuple[Int[Tensor, " k"], Int[Tensor, " k"], Float[Tensor, " k"]] | None = None
+
+    @property
+    def distance(self) -> Float[Tensor, ""]:
+        """value^(1/p), differentiable where ``value`` is: W_p for an exact plan, more than W_p for an entropic one."""
+        return root(self.value, self.p)
 
     @property
     def duality_gap(self) -> float:
@@ -114,7 +123,9 @@ class Plan(Plottable):
 
     def __repr__(self) -> str:
         n, m = self.clouds.a.shape[-1], self.clouds.b.shape[-1]
-        return f"<Plan of {n} x {m} points: cost {float(self.value.detach()):.6g}, {self.outcome}>"
+        exact = f"W_{self.p:g} {float(self.distance.detach()):.6g}"
+        found = exact if self.epsilon is None else f"cost {float(self.value.detach()):.6g}, epsilon {self.epsilon:g}"
+        return f"<Plan of {n} x {m} points: {found}, {self.outcome}>"
 
 
 def single_problem(clouds: Clouds) -> Clouds:
@@ -165,6 +176,7 @@ def sparse_plan(
     return Plan(
         clouds,
         cost,
+        p,
         value=value.to(dtype),
         objective=value,
         dual=dual,

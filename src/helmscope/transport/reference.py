@@ -70,19 +70,15 @@ def check_reference(reference: object, space: StateSpace | None) -> Field | None
 
 
 @full_precision
-def check_independent(field: Field, points: Tensor) -> None:
-    """Raise ``HelmscopeError`` unless the velocity is finite and the same when the points come one at a time."""
+def interacts(field: Field, points: Tensor) -> bool:
+    """Whether the velocity at a point depends on the other points; raises ``HelmscopeError`` unless it is finite."""
     sample = points[:: max(1, len(points) // 4)][:4]
     field.check_size(sample.unsqueeze(0))
     together = field.velocity(sample.unsqueeze(0))
     alone = torch.cat([field.velocity(point[None, None]) for point in sample], 1)
     if not every(torch.isfinite(together)):
         raise HelmscopeError(f"reference is {field.name}, whose velocity at x or y is not finite, but it must be")
-    if not every((together - alone).abs() <= 1e-6 * (1 + together.abs())):
-        raise HelmscopeError(
-            f"reference is {field.name}, whose velocity at a point depends on the other points, but a bridge needs "
-            "independent points: freeze the others, as CrossAttention does"
-        )
+    return not every((together - alone).abs() <= 1e-6 * (1 + together.abs()))
 
 
 def velocity_of(field: Field | None, noise: Noise, *, on_sphere: bool) -> Callable[[Tensor, float], Tensor] | None:

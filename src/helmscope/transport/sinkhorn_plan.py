@@ -15,7 +15,7 @@ import torch
 
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.clouds import Clouds, check_clouds
-from helmscope.transport.cost import Cost, Euclidean
+from helmscope.transport.cost import GEODESIC, Cost, check_cost
 from helmscope.transport.plan import Plan, PlanStatus
 from helmscope.transport.sinkhorn_iteration import Entropic, Potentials
 from helmscope.transport.sinkhorn_levels import converging_epsilon, solve
@@ -42,7 +42,7 @@ def sinkhorn(
     y_weights: Float[Tensor, " m"] | None = None,
     *,
     epsilon: float,
-    cost: Cost | None = None,
+    cost: Cost = GEODESIC,
     p: float = 2.0,
     reach: float | None = None,
     tolerance: float | None = None,
@@ -50,11 +50,13 @@ def sinkhorn(
     progress: ProgressOption = None,
 ) -> Plan:
     """Entropic transport plan between two clouds: min <pi, c> + epsilon KL(pi | a b^T), c = dist^p, ``cost`` the
-    distance (default ``Euclidean()``).
+    distance.
 
-    Memory is O(n + m): beyond 2^22 pairs neither c nor pi is stored, and ``Plan.couple`` computes pi block by block as
-    well. For |x - y|^2 between points of R^d or of the sphere an iteration costs two passes of attention without
-    values; other costs take several times longer. Large problems start from the potentials of random samples.
+    As for ``w2``, the cost defaults to ``Geodesic()``, the angle between unit vectors; points of R^d need
+    ``Euclidean()``. Memory is O(n + m): beyond 2^22 pairs neither c nor pi is stored, and ``Plan.couple`` computes pi
+    block by block as well. For |x - y|^2, that is for ``Euclidean()``, or ``Chordal()`` on the sphere, an iteration
+    costs two passes of attention without values; other costs, ``Geodesic()`` among them, take several times longer.
+    Large problems start from the potentials of random samples.
 
     The iteration stops when the marginal error sum_j |sum_i pi_ij - b_j| is at most ``tolerance`` (default 1e-6, in
     float32 1e-4), or after ``max_iterations``. In the latter case ``status`` is ITERATION_LIMIT, and
@@ -70,11 +72,12 @@ def sinkhorn(
     ``objective`` and ``dual`` are differentiable by points and weights, once, by the envelope theorem: the derivatives
     are those at the optimum, exact up to the marginal error. ``value``, ``potentials`` and ``couple`` are constants.
 
-    Raises ``HelmscopeError`` for invalid clouds or masses, epsilon <= 0, p < 1, reach <= 0, or a tolerance below
-    rounding.
+    Raises ``HelmscopeError`` for invalid clouds or masses, points that do not fit the cost, epsilon <= 0, p < 1,
+    reach <= 0, or a tolerance below rounding.
 
+    >>> from helmscope.transport.cost import Euclidean
     >>> x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [2.0]])
-    >>> plan = sinkhorn(x, y, epsilon=0.5)
+    >>> plan = sinkhorn(x, y, epsilon=0.5, cost=Euclidean())
     >>> plan.status.name, plan.matrix.round(decimals=3)
     ('CONVERGED', tensor([[0.4910, 0.0090],
             [0.0090, 0.4910]]))
@@ -101,15 +104,13 @@ class Rules:
     ) -> Rules:
         """The arguments, or ``HelmscopeError``.
 
-        >>> Rules.checked(1, None, 2, None, None, 10).rho
+        >>> Rules.checked(1, GEODESIC, 2, None, None, 10).rho
         inf
         """
-        if cost is not None and not isinstance(cost, Cost):
-            raise HelmscopeError(f"cost is {cost!r}, but it must be Euclidean(), Chordal() or Geodesic()")
         power = check_real("p", p, at_least=1)
         return cls(
             check_real("epsilon", epsilon, above=0),
-            cost or Euclidean(),
+            check_cost(cost),
             power,
             math.inf if reach is None else check_real("reach", reach, above=0) ** power,
             None if tolerance is None else check_real("tolerance", tolerance, above=0),
@@ -153,6 +154,8 @@ def entropic_plan(
     return Plan(
         clouds=clouds,
         cost=rules.cost,
+        p=rules.p,
+        epsilon=epsilon,
         value=evaluation.value,
         objective=evaluation.objective + correction,
         dual=evaluation.dual + correction,

@@ -18,8 +18,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.stats.intervals import mean_interval
 from helmscope.transport.circle import circle_cost
 from helmscope.transport.clouds import Clouds, check_clouds
-from helmscope.transport.cost import Geodesic
-from helmscope.transport.distance import root
+from helmscope.transport.cost import Geodesic, root
 from helmscope.types import HelmscopeError, Interval, check_integer, check_seed
 
 if TYPE_CHECKING:

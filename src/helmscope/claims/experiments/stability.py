@@ -27,7 +27,10 @@ def stability(case: TrialCase) -> Finding:
     """W2(mu_t, nu_t) <= e^(L t) W2(mu_0, nu_0) for pairs of clouds that differ by a small tangential perturbation,
     under V = I and V = -I, on S^1, where W2 is exact in O(n log n), and on S^2, where it is an exact assignment.
 
-    The controls are linear flows of R^d, x -> e^(rate t) x, for which W2 grows by exactly e^(rate t).
+    The controls are linear flows of R^d, x -> e^(rate t) x, for which W2 grows by exactly e^(rate t), and a flow of
+    attention that starts near the worst case: with beta = 0, V = diag(-1, 1, ..., 1) and all tokens at e_1, a common
+    displacement grows at the rate -<x, V m> + 1 = 2, which is L. It must stay within the bound, and exceed one with L
+    halved.
     """
     betas, dims, times = case.constant("betas"), case.constant("dims"), case.constant("times")
     cells = list(product(betas, dims, (1.0, -1.0)))
@@ -43,24 +46,35 @@ def stability(case: TrialCase) -> Finding:
         excesses.append(_excess(growths[-1], rate * t))
         for name, factor in (("1.1 L", case.constant("faster")), ("L", 1.0)):
             linear[name].append(_excess(_linear_log_growth(x, y, factor * rate, times), rate * t))
-    sharpness = torch.cat(
-        [(g / (w2_growth_bound(beta=beta) * t)).amax(-1) for g, (beta, _, _) in zip(growths, cells, strict=True)]
-    )
+    sharpness = [
+        (g / (w2_growth_bound(beta=beta) * t)).amax(-1) for g, (beta, _, _) in zip(growths, cells, strict=True)
+    ]
+    largest = torch.stack(sharpness).reshape(len(betas), -1).amax(-1).tolist()
+    rate = w2_growth_bound(beta=0.0)
+    each = pairs * len(cells) // len(dims)
+    worst = torch.cat([_worst_case_log_growth(case, 2 * (len(cells) + k), each, dim) for k, dim in enumerate(dims)])
     by_beta = torch.stack(growths).reshape(len(betas), -1, len(times)).movedim(1, 0)
     return Finding(
         evidence={
             "excess over the bound": IdentityErrors(torch.cat(excesses), "excess"),
-            "sharpness": Replicates(sharpness, "pairs of starts"),
+            "sharpness": Replicates(torch.cat(sharpness), "pairs of starts"),
         },
         controls={
             f"planted expansion at rate {name}": IdentityErrors(torch.cat(excess), "excess")
             for name, excess in linear.items()
+        }
+        | {
+            "attention near the worst case": Identity(_excess(worst, rate * t), "excess"),
+            "attention near the worst case, L halved": Identity(_excess(worst, rate / 2 * t), "excess"),
         },
         data=curve(
             "log_growth", by_beta, {"beta": betas, "time": times}, label="log of W2(t) / W2(0)"
         ),
         remark=f"W2 grew by at most a factor of {float(torch.cat(growths).max().exp()):.3g}; L = "
-        + ", ".join(f"{w2_growth_bound(beta=beta):.3g} at beta = {beta:g}" for beta in betas) + ".",
+        + ", ".join(f"{w2_growth_bound(beta=beta):.3g} at beta = {beta:g}" for beta in betas)
+        + ". The largest sharpness was "
+        + ", ".join(f"{value:.3g} at beta = {beta:g}" for value, beta in zip(largest, betas, strict=True))
+        + f"; near the worst case at beta = 0 it was {float((worst / (rate * t)).max()):.4g}.",
         setting=f"simulation: SA with V = I and -I, {case.constant('tokens')} tokens on S^1 and S^2, beta = "
         f"{betas[0]:g} to {betas[-1]:g}",
     )  # fmt: skip
@@ -77,6 +91,20 @@ def _log_growth(field: SA, x: Tensor, y: Tensor, times: list[float]) -> Tensor:
     """log of W2(t) / W2(0): (pair, time)."""
     after_x, after_y = (integrate(field, start, times).states for start in (x, y))
     return (w2(after_x, after_y, cost=Geodesic()) / w2(x, y, cost=Geodesic())).log().mT
+
+
+def _worst_case_log_growth(case: TrialCase, stream: int, pairs: int, dim: int) -> Tensor:
+    """log of W2(t) / W2(0) for SA with beta = 0 and V = diag(-1, 1, ..., 1), from tokens close to e_1, and the same
+    displaced in a common direction: (pair, time).
+    """
+    times, small = case.constant("times"), case.constant("perturbation")
+    value = torch.eye(dim, dtype=torch.float64)
+    value[0, 0] = -1
+    pole = torch.eye(dim, dtype=torch.float64)[0]
+    spread, common = (project(pole, case.normal(pairs, n, dim, stream=stream + k))
+                      for k, n in enumerate((case.constant("tokens"), 1)))  # fmt: skip
+    x = retract(pole + small * spread)
+    return _log_growth(SA(beta=0.0, value=value), x, retract(pole + small * (spread + retract(common))), times)
 
 
 def _linear_log_growth(x: Tensor, y: Tensor, rate: float, times: list[float]) -> Tensor:
