@@ -31,7 +31,7 @@ class Everything(hs.Instrument):
     """Keeps all values that it receives."""
 
     name = "everything"
-    needs = ~hs.types.Needs.NOTHING
+    needs = ~hs.types.Needs.NOTHING & ~hs.types.Needs.OUTPUT  # which sandwich norms refuse
 
     def __init__(self, needs=None):
         self.needs = self.needs if needs is None else needs

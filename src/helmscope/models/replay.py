@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.output_matrix import output_matrices, output_refusal
 from helmscope.models.recorder import ResidualStream
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
@@ -56,7 +57,7 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
     """One sentence that says why an instrument cannot be used on this recording; None if it can."""
     needs, parts = instrument.needs, ["trajectory"]
     parts += ["kernel"] if needs & (Needs.KERNEL | Needs.QKV) else []
-    parts += ["replay"] if Needs.QKV in needs else []
+    parts += ["replay"] if needs & (Needs.QKV | Needs.OUTPUT) else []
     parts += ["force"] if Needs.FORCE in needs else []
     parts += ["cross_kernel"] if needs.cross_half and recording.anatomy.has_cross else []
     try:
@@ -64,6 +65,11 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
             recording.certificate.require(part)
     except HelmscopeError as error:
         return str(error)
+    if Needs.OUTPUT in needs:
+        for number in recording.layers:
+            reason = output_refusal(recording.anatomy.layers[number])
+            if reason is not None:
+                return f"{reason} in layer {number}, but {instrument.name} needs the matrix by which each head writes"
     if Needs.FORCE in needs:
         for number in recording.layers:
             if recording.anatomy.layers[number].mlp_norm is None:
@@ -161,11 +167,15 @@ class _InstrumentFeed(Observer):
             key=parts.get("key"),
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.ATTENTION_WRITE in self.needs else None,
+            output=self._output_matrices(layer, state) if Needs.OUTPUT in self.needs else None,
         )
         context = self._context(layer, Half.ATTENTION, state)
         for instrument in self.instruments:
             if instrument.needs.attention_half:
                 self._call(instrument.attention, context, tensors)
+
+    def _output_matrices(self, layer: int, like: Tensor) -> Tensor:
+        return output_matrices(self.anatomy.layers[layer]).to(like)
 
     def _feed_cross(self, layer: int) -> None:
         parts = self._cross
@@ -220,7 +230,7 @@ class _InstrumentFeed(Observer):
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
         structure = self.anatomy.layers[layer]
         heads = {Half.ATTENTION: structure.heads, Half.CROSS: structure.cross_heads}.get(half)
-        return ReplayContext(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
+        return ReplayContext(layer, half, float(depth), self.rows, counted, visible, 1.0, heads, self.anatomy.centered)
 
     def _mask_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
         """The rows of a mask for the current chunk, on the device of ``like``, as bool or in its dtype."""
