@@ -78,6 +78,7 @@ def heads():
     return MultiHead([SA(beta=b, value=torch.randn(3, 3, generator=g, dtype=F64)) for b in (1.0, 4.0)], scale=0.7)
 
 
+NORM = LayerNorm(gain=torch.tensor([1.0, 2.0, 3.0], dtype=F64))
 MLP3 = MLP(w_in=torch.eye(3, dtype=F64), w_out=torch.eye(3, dtype=F64))
 
 
@@ -88,9 +89,7 @@ MLP3 = MLP(w_in=torch.eye(3, dtype=F64), w_out=torch.eye(3, dtype=F64))
         heads(),
         SA(beta=2.0, value=2 * torch.eye(3, dtype=F64)),
         USA(beta=1.0),
-        Block(
-            heads(), MLP3, placement=PreNorm(attention_norm=LayerNorm(gain=torch.tensor([1.0, 2.0, 3.0], dtype=F64)))
-        ),
+        Block(heads(), MLP3, placement=PreNorm(attention_norm=NORM)),
     ],
     ids=["MultiHead", "SA", "USA", "pre-norm block"],
 )

@@ -38,6 +38,7 @@ __all__ = [
     "attention_distributions",
     "bistochastic_defect",
     "check_kernel",
+    "column_sum_deviation_rms",
     "effective_keys",
     "first_token_mass",
     "future_mass",
@@ -202,6 +203,25 @@ def bistochastic_defect(
     return (off * visible_tokens(kernel, visible)).amax(-1)
 
 
+def column_sum_deviation_rms(
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Root mean square deviation from 1 of the column sums of the normalized rows, over visible tokens; the largest
+    deviation is ``bistochastic_defect``.
+
+    >>> column_sum_deviation_rms(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
+    tensor(0.2500)
+    """
+    mask = visible_tokens(kernel, visible)
+    return _rms(received_mass(kernel, visible=visible) - 1, mask)
+
+
+def _rms(deviation: Tensor, mask: Tensor) -> Tensor:
+    """Root mean square over the tokens of a mask."""
+    square = torch.where(mask, deviation * deviation, 0.0)
+    return (square.sum(-1) / mask.sum(-1)).sqrt()
+
+
 def symmetry_defect(
     kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -243,7 +263,8 @@ def visible_tokens(
 
 
 BOUNDS = {
-    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect"), AT_LEAST_0),
+    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect", "column_sum_deviation_rms"), AT_LEAST_0),
+    **dict.fromkeys(("row_sum_deviation_max", "row_sum_deviation_rms"), AT_LEAST_0),
     **dict.fromkeys(("largest_weight", "first_token_mass", "future_mass", "symmetry_defect"), SHARE),
     "effective_keys": AT_LEAST_1,
 }
@@ -253,10 +274,12 @@ class KernelStatistics(Instrument):
     """Instrument: statistics of the attention kernel in every layer (at every time of a simulation), for every head.
 
     The quantities are ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``,
-    ``future_mass``, ``bistochastic_defect`` and ``symmetry_defect``; the result has an axis ``head`` where there are
-    several heads. Quantities per query are averaged over the queries that attend to at least one key, by the weights of
-    the trajectory: special tokens of a model are excluded as queries but not as keys, so the first of them may be the
-    attention sink. The two defects use all visible tokens. Raises HelmscopeError for a system without attention.
+    ``future_mass``; the deviations from 1 of the row sums, ``row_sum_deviation_max`` and ``row_sum_deviation_rms``, and
+    of the column sums of the normalized rows, ``bistochastic_defect`` (the largest) and ``column_sum_deviation_rms``;
+    and ``symmetry_defect``. The result has an axis ``head`` where there are several heads. Quantities per query are
+    averaged over the queries that attend to at least one key, by the weights of the trajectory: special tokens of a
+    model are excluded as queries but not as keys, so the first of them may be the attention sink. Deviations and
+    defects use all visible tokens. Raises HelmscopeError for a system without attention.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -313,11 +336,15 @@ def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict
         "first_token_mass": first_token_mass(kernel, visible=visible),
         "future_mass": future_mass(kernel),
     }
+    mask, row_sum_deviation = visible_tokens(kernel, visible), per_query["row_mass"] - 1
     with_keys = weights * (kernel.sum(-1) > 0)
     means = {name: token_mean(value, weights if name == "row_mass" else with_keys) for name, value in per_query.items()}
     return {
         **means,
+        "row_sum_deviation_max": (row_sum_deviation.abs() * mask).amax(-1),
+        "row_sum_deviation_rms": _rms(row_sum_deviation, mask),
         "bistochastic_defect": bistochastic_defect(kernel, visible=visible),
+        "column_sum_deviation_rms": column_sum_deviation_rms(kernel, visible=visible),
         "symmetry_defect": symmetry_defect(kernel, visible=visible),
     }
 

@@ -14,8 +14,8 @@ import torch
 
 from helmscope.fields.attention import Attention
 from helmscope.fields.block import Block
-from helmscope.fields.lowrank import as_dense
 from helmscope.fields.field import StateSpace
+from helmscope.fields.lowrank import as_dense
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.norms import LayerNorm
 from helmscope.fields.placement import NGPT, PreNorm, SandwichNorm

@@ -32,9 +32,9 @@ class Needs(Flag):
     ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes;
     they are optional, and passed for every layer that has this half. ``KERNEL`` (the attention weights), ``QKV``
     (queries, keys and values), ``OUTPUT`` (the matrices by which the heads write) and ``FORCE`` (the MLP as a field on
-    unit vectors) are required: replaying a system that cannot provide them raises ``HelmscopeError``. ``CROSS`` (the states that cross-attention reads, and those of the
-    encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and ``CROSS_WRITE`` are passed for every layer with
-    cross-attention; most systems have none.
+    unit vectors) are required: replaying a system that cannot provide them raises ``HelmscopeError``. ``CROSS`` (the
+    states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and
+    ``CROSS_WRITE`` are passed for every layer with cross-attention; most systems have none.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
