@@ -241,7 +241,7 @@ def test_a_state_that_is_not_finite_is_named():
     context = ReplayContext(4, Half.ATTENTION, 0.0, slice(5, 7))
     even = torch.full((2, 3, 3), 1 / 3, dtype=F64)
     tensors = AttentionTensors(x, x, even, x, x, x, x, torch.eye(2, dtype=F64))
-    with pytest.raises(HelmscopeError, match="state of text 6 .* token 2 in layer 4"):
+    with pytest.raises(HelmscopeError, match=r"state of text 6 .* token 2 in layer 4"):
         AttentionDrift().attention(context, tensors)
 
 

@@ -47,7 +47,7 @@ def replay(
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
-            recording.runner.forward(_InstrumentFeed(recording, instruments, needs), progress=progress)
+            recording.runner.forward(InstrumentFeed(recording, instruments, needs), progress=progress)
         except _InstrumentFailed as failed:
             raise failed.error from None
     return results(instruments)
@@ -88,7 +88,7 @@ class _InstrumentFailed(Exception):
         self.error = error
 
 
-class _InstrumentFeed(Observer):
+class InstrumentFeed(Observer):
     """Collects the values of each half of a layer, and passes them to the instruments as soon as they are complete.
 
     The order in which these values arrive differs between families. Tensors that wait for others are copied, since some
@@ -161,20 +161,21 @@ class _InstrumentFeed(Observer):
         state = wide(parts["state"])
         tensors = AttentionTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             kernel=parts.get("kernel") if Needs.KERNEL in self.needs else None,
             query=parts.get("query"),
             key=parts.get("key"),
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.ATTENTION_WRITE in self.needs else None,
-            output=self._output_matrices(layer, state) if Needs.OUTPUT in self.needs else None,
+            output=self.output_matrices(layer, state) if Needs.OUTPUT in self.needs else None,
         )
-        context = self._context(layer, Half.ATTENTION, state)
+        context = self.context(layer, Half.ATTENTION, state)
         for instrument in self.instruments:
             if instrument.needs.attention_half:
                 self._call(instrument.attention, context, tensors)
 
-    def _output_matrices(self, layer: int, like: Tensor) -> Tensor:
+    def output_matrices(self, layer: int, like: Tensor) -> Tensor:
+        """The matrices by which the heads of a layer write, in the dtype of ``like``."""
         return output_matrices(self.anatomy.layers[layer]).to(like)
 
     def _feed_cross(self, layer: int) -> None:
@@ -185,7 +186,7 @@ class _InstrumentFeed(Observer):
         assert source is not None
         tensors = CrossAttentionTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             wide(self.memory),
             memory_weights=self._mask_rows(source.counted, state),
             memory_visible=self._mask_rows(source.visible, state, boolean=True),
@@ -195,7 +196,7 @@ class _InstrumentFeed(Observer):
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.CROSS_WRITE in self.needs else None,
         )
-        context = self._context(layer, Half.CROSS, state)
+        context = self.context(layer, Half.CROSS, state)
         for instrument in self.instruments:
             if instrument.needs.cross_half:
                 self._call(instrument.cross, context, tensors)
@@ -206,12 +207,12 @@ class _InstrumentFeed(Observer):
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
         tensors = MlpTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             self.recording.force(layer=layer) if needs_force else None,
             self._points(layer, self._mlp["state"]) if needs_force else None,
             wide(write) if Needs.MLP_WRITE in self.needs else None,
         )
-        context = self._context(layer, Half.MLP, state)
+        context = self.context(layer, Half.MLP, state)
         for instrument in self.instruments:
             if instrument.needs.mlp_half:
                 self._call(instrument.mlp, context, tensors)
@@ -224,7 +225,8 @@ class _InstrumentFeed(Observer):
         except Exception as error:
             raise _InstrumentFailed(error) from error
 
-    def _context(self, layer: int, half: Half, state: Tensor) -> ReplayContext:
+    def context(self, layer: int, half: Half, state: Tensor) -> ReplayContext:
+        """Where the current chunk is in the replay."""
         depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
         batch = self.recording.batch
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
@@ -238,7 +240,7 @@ class _InstrumentFeed(Observer):
             return None
         return mask[self.rows].to(like.device) if boolean else mask[self.rows].to(like)
 
-    def _direction(self, state: Tensor) -> Tensor:
+    def direction(self, state: Tensor) -> Tensor:
         """The unit vectors of a state, computed as those of the trajectory."""
         radius = torch.empty_like(state[..., 0]).unsqueeze(0)
         mean = torch.empty_like(radius) if self.anatomy.centered else None

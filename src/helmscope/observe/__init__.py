@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
     from helmscope.observe.arcs import matched_flow_times as matched_flow_times
     from helmscope.observe.arms import attention_mlp_factorial as attention_mlp_factorial
+    from helmscope.observe.attention_divergence import attention_divergence as attention_divergence
     from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
     from helmscope.observe.attention_drift import attention_drift as attention_drift
     from helmscope.observe.attention_noise import AttentionNoise as AttentionNoise

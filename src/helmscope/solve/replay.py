@@ -73,7 +73,7 @@ def replay(
     with torch.no_grad():
         for begin in range(0, systems, size):
             rows = slice(begin, min(begin + size, systems))
-            part = _select_systems(simulation, rows)
+            part = select_systems(simulation, rows)
             for layer in simulation.layers if instruments else ():
                 _LayerView(part, layer, rows, needs).show_to(instruments)
                 share = (simulation.layers.index(layer) + 1) / len(simulation.layers)
@@ -154,8 +154,15 @@ def attention_of(field: Field) -> Field | None:
     return field if field.attends else None
 
 
-def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
-    """The simulation of some of its systems."""
+def select_systems(simulation: Simulation, rows: slice) -> Simulation:
+    """The simulation of some of its systems.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(2).expand(5, 2, 2), times=[0.0])
+    >>> select_systems(run, slice(1, 3)).trajectory.states.shape
+    torch.Size([1, 2, 2, 2])
+    """
     path = simulation.trajectory
     if rows == slice(0, path.states.shape[1]):
         return simulation
