@@ -102,7 +102,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
     calls = count_forwards(model)
     seen = hs.measure(recording)
     assert len(calls) == 3
-    assert set(seen) == {"kernel_statistics", "drift_and_swirl"}
+    assert set(seen) == {"kernel_statistics", "attention_drift", "attention_noise", "drift_and_swirl"}
     assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
     assert seen["drift_and_swirl"].attention_speed.dims == ("layer", "prompt")
     hs.kernel_statistics(recording)

@@ -124,10 +124,20 @@ class AttentionTrial:
         >>> trial.silent_evidence(lambda recording: None, "Sigma is 0").reason
         'blocks that write nothing: Sigma is 0'
         """
-        writes = _Writes()
-        if not float(self.silent.replay(writes)[writes.name].largest_write.max()):
+        if writes_nothing(self.silent):
             return PremiseImpossible(f"blocks that write nothing: {what}")
         return made(self.silent)
+
+
+def writes_nothing(recording: Recording) -> bool:
+    """Whether attention writes 0 in every layer of a recording.
+
+    >>> from helmscope.models.record import record
+    >>> writes_nothing(record("A", ["Once upon a time"]))
+    False
+    """
+    writes = _Writes()
+    return not float(recording.replay(writes)[writes.name].largest_write.max())
 
 
 class _Writes(Instrument):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.context_group import ContextGroup as ContextGroup
+    from helmscope.observe.context_noise import context_groups as context_groups
+    from helmscope.observe.context_noise import context_noise as context_noise
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy

@@ -1,4 +1,6 @@
-"""attention-diffuses: for large beta attention moves a density along the heat equation, backward for V = +I."""
+"""attention-diffuses: for large beta attention moves a density along the heat equation, backward for V = +I. On a
+model, the covariance of attention's increments over contexts is compared with Sigma_A.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
+from helmscope.claims.experiments.attention_diffuses_model import on_model
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -23,8 +26,13 @@ HARMONICS = 3
 DEGREE = 256  # resolves e^(beta cos) up to beta = 1000
 
 
-@experiment("attention-diffuses", seconds=1)
+@experiment("attention-diffuses", seconds={"simulation": 1, "model": 60})
 def attention_diffuses(case: TrialCase) -> Finding:
+    """In simulation, the sign of the heat limit; on a model, the covariance of increments over contexts."""
+    return _simulated(case) if case.subject.is_simulation else on_model(case)
+
+
+def _simulated(case: TrialCase) -> Finding:
     """X[rho] = (1 / beta) grad log int e^(beta <x, y>) rho(dy) tends to +(1 / beta) grad log rho for V = +I, so that
     d_t rho = -div(rho X) tends to -(1 / beta) Lap rho, the backward heat equation, and to the forward one for V = -I.
 

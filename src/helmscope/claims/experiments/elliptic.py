@@ -23,7 +23,8 @@ def elliptic(case: TrialCase) -> Finding:
     few tokens of each prompt, drawn by the seed.
 
     A token sees i keys in a causal model, so that the rank of the sum over H heads is at most H min(i - 1, d_head):
-    tokens that see enough keys are described apart. The control of a single head goes through the same measurement; so does a multiple of the tangent projector.
+    tokens that see enough keys are described apart. The control of a single head goes through the same measurement; so
+    does a multiple of the tangent projector.
     """
     trial = AttentionTrial.of(case)
     if trial.unmet is not None:
@@ -60,7 +61,9 @@ def elliptic(case: TrialCase) -> Finding:
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no smallest eigenvalue"),
         },
         described={
-            f"smallest eigenvalue, tokens from the {enough}th on, whose keys could span the space": every_layer(late),
+            f"smallest eigenvalue, tokens from the {enough}th on, whose keys could span the space": over_prompts(
+                late.mean("layer").values
+            ),
             "bound of the rank per head, over the tangent dimension": over_prompts(bound / dim),
             "rank of the sum over heads, over the tangent dimension": over_prompts(
                 found.total_rank.mean("layer").values / dim

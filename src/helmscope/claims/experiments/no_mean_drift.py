@@ -60,7 +60,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
             "drift ratio": every_layer(ratio),
             "column sums": over_prompts(columns.mean("layer").values),
             "divergence from the balanced kernel": over_prompts(divergence.mean("layer").values),
-            "drift ratio of the balanced kernel": every_layer(described["balanced"].ratio),
+            "drift ratio of the balanced kernel": over_prompts(described["balanced"].ratio.mean("layer").values),
         },
         controls={
             "uniform kernel": every_layer(measured["uniform"].ratio),
@@ -74,9 +74,10 @@ def no_mean_drift(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=f"The ratio runs {layer_means(ratio)}, with the balanced kernel "
-        f"{layer_means(described['balanced'].ratio)} and with the uniform one {layer_means(measured['uniform'].ratio)}; column sums are off by "
-        f"{layer_means(columns)} (root mean square), and rows are {layer_means(divergence)} nats from the balanced "
-        f"kernel.{trial.caveat}",
+        f"{layer_means(described['balanced'].ratio)} and with the uniform one "
+        f"{layer_means(measured['uniform'].ratio)}. The root mean square deviation of the column sums "
+        f"from 1 runs {layer_means(columns)}, the divergence from the balanced kernel {layer_means(divergence)} "
+        f"nats.{trial.caveat}",
         setting=f"{trial.setting}; the balanced kernel on {len(few.batch)} of them",
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     anatomy = trial.recording.anatomy
     dim = anatomy.dim - (2 if anatomy.centered else 1)
     heads = anatomy.layers[0].heads or 1
-    keys = 1 + round(float(found.rank_bound.mean()))
+    keys = round(float(found["keys"].mean()))
     random = random_shares(case, dim=dim, heads=heads, rank=anatomy.dim // heads, tokens=max(2, keys))
 
     def silent(recording: Recording) -> Evidence:
