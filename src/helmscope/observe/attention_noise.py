@@ -113,8 +113,8 @@ class AttentionNoiseSpectrum(Instrument):
     ``tokens`` of each prompt are drawn by ``seed`` among those that count, without the first ``skip`` of them, which
     see few keys under a causal mask; all of them where there are fewer. The same tokens are used in every layer, and
     they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tolerance`` times the
-    largest), its bound ``rank_bound`` and the number of ``keys``. Summed over heads: ``total_anisotropy``, ``total_rank``,
-    ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
+    largest), its bound ``rank_bound`` and the number of ``keys``. Summed over heads: ``total_anisotropy``,
+    ``total_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
     ``eigenvalue_share`` of the ``top`` largest eigenvalues. NaN where Sigma is 0. With fewer keys than dimensions the
     smallest eigenvalue is 0 whatever the model does; ``rank_bound`` says so.
 

@@ -324,27 +324,30 @@ def kernel_statistics(system: System) -> xr.Dataset:
 
 
 def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:
-    """One value per system, and per head where there are heads."""
+    """One value per system, and per head where there are heads; the kernel is checked and normalized once."""
     if kernel.ndim == 4:
         weights = weights.unsqueeze(1).expand(kernel.shape[:-1])
         visible = None if visible is None else visible.unsqueeze(1).expand(kernel.shape[:-1])
+    mask, mass = visible_tokens(kernel, visible), kernel.sum(-1)
+    p = kernel / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
+    first = mask.to(torch.int8).argmax(-1)[..., None, None].expand(*p.shape[:-1], 1)
     per_query = {
-        "row_mass": row_mass(kernel),
-        "entropy": row_entropy(kernel),
-        "effective_keys": effective_keys(kernel),
-        "largest_weight": largest_weight(kernel),
-        "first_token_mass": first_token_mass(kernel, visible=visible),
-        "future_mass": future_mass(kernel),
+        "row_mass": mass,
+        "entropy": -torch.special.xlogy(p, p).sum(-1),
+        "effective_keys": 1 / torch.where(mass > 0, (p * p).sum(-1), 1.0),
+        "largest_weight": p.amax(-1),
+        "first_token_mass": p.gather(-1, first).squeeze(-1),
+        "future_mass": p.triu(1).sum(-1),
     }
-    mask, row_sum_deviation = visible_tokens(kernel, visible), per_query["row_mass"] - 1
-    with_keys = weights * (kernel.sum(-1) > 0)
+    with_keys = weights * (mass > 0)
     means = {name: token_mean(value, weights if name == "row_mass" else with_keys) for name, value in per_query.items()}
+    columns = (p if visible is None else p * mask.unsqueeze(-1)).sum(-2) - 1
     return {
         **means,
-        "row_sum_deviation_max": (row_sum_deviation.abs() * mask).amax(-1),
-        "row_sum_deviation_rms": _rms(row_sum_deviation, mask),
-        "bistochastic_defect": bistochastic_defect(kernel, visible=visible),
-        "column_sum_deviation_rms": column_sum_deviation_rms(kernel, visible=visible),
+        "row_sum_deviation_max": ((mass - 1).abs() * mask).amax(-1),
+        "row_sum_deviation_rms": _rms(mass - 1, mask),
+        "bistochastic_defect": (columns.abs() * mask).amax(-1),
+        "column_sum_deviation_rms": _rms(columns, mask),
         "symmetry_defect": symmetry_defect(kernel, visible=visible),
     }
 
