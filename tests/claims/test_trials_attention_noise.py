@@ -9,7 +9,6 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.attention_trials import AttentionTrial, every_layer
 from helmscope.claims.evidence import PremiseImpossible
-from helmscope.claims.experiments import attention_diffuses_model
 from helmscope.claims.experiments.clt_sharp import RowShares, causal_uniform, lindeberg_share
 from helmscope.claims.experiments.scalar_diffusion import random_shares
 from helmscope.claims.registry import registered_case
@@ -142,7 +141,6 @@ def context_rows():
 
 def test_increments_over_contexts(monkeypatch):
     """Over contexts the mean of many independent values varies far less than one sampled value."""
-    monkeypatch.setattr(attention_diffuses_model, "GROUPS_QUICK", 40)
     _, ids = context_rows()
     set_constants(monkeypatch, "attention-diffuses", twins=2)
     with Subject(planted("even"), [tuple(row) for row in ids.tolist()]) as subject:

@@ -12,7 +12,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.multihead import MultiHead
 from helmscope.models.load import load
 from helmscope.models.record import record
-from helmscope.observe import EffectiveBeta, effective_beta
+from helmscope.observe import EffectiveBeta, KernelStatistics, effective_beta
 from helmscope.solve.integrate import integrate
 from helmscope.theory.starts import Uniform
 from helmscope.types import HelmscopeError

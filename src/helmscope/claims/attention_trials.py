@@ -15,6 +15,8 @@ import torch
 from helmscope.claims.arm_statistics import SILENT, choose_prompts
 from helmscope.claims.evidence import EverySample, Evidence, PremiseImpossible
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.bundled_models import is_bundled, validation_contexts
+from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.observe.attention_noise import AttentionNoiseSpectrum
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, with_heads
 from helmscope.types import HelmscopeError, Instrument, Needs, pluralized
@@ -94,6 +96,11 @@ class AttentionTrial:
         return self.subject.recording_of(self.prompts[: self.least_prompts])
 
     @property
+    def causal(self) -> bool:
+        """Whether the attention of the model is causal."""
+        return attention_of(self.recording.certificate) == CAUSAL
+
+    @property
     def setting(self) -> str:
         """What was recorded, and in which coordinates."""
         anatomy = self.recording.anatomy
@@ -138,6 +145,21 @@ def writes_nothing(recording: Recording) -> bool:
     """
     writes = _Writes()
     return not float(recording.replay(writes)[writes.name].largest_write.max())
+
+
+def contexts_of(subject: Subject) -> tuple[np.ndarray, str]:
+    """Token ids of contexts of equal length in which words occur, and where they come from: the validation windows for
+    a bundled model on its own texts, else the texts of the subject, cut to the shortest.
+
+    >>> from helmscope.models.subject import Subject
+    >>> contexts_of(Subject("A"))[0].shape
+    (768, 128)
+    """
+    if is_bundled(subject.model) and subject.asked_texts is None:
+        contexts = validation_contexts()
+        return contexts, f"{len(contexts)} validation windows of 128 tokens without held-back ones"
+    length = min(len(row) for row in subject.token_ids)
+    return np.array([row[:length] for row in subject.token_ids]), f"{len(subject.token_ids)} texts of {length} tokens"
 
 
 class _Writes(Instrument):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from helmscope.observe.context_group import ContextGroup as ContextGroup
     from helmscope.observe.context_noise import context_groups as context_groups
     from helmscope.observe.context_noise import context_noise as context_noise
+    from helmscope.observe.context_noise import covariance_fit as covariance_fit
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy

@@ -93,7 +93,7 @@ def context_groups(
         raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording of a model")
     for name, value in (("groups", groups), ("least", least)):
         check_integer(name, value, at_least=4 if name == "least" else 1)
-    ids = torch.as_tensor(contexts)
+    ids = torch.as_tensor(contexts, device="cpu")
     runner = recording.runner
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch = prepare_inputs(runner.model, inputs, recording.tokenizer, truncate=False)
@@ -199,6 +199,7 @@ def _measured(group: ContextGroup, seed: int, number: int) -> dict[str, float]:
     }
 
 
+@full_precision
 def _normal_distances(increments: np.ndarray, source: np.random.Generator) -> tuple[float, float]:
     """The mean Kolmogorov distance over random directions, and that of normal samples of the same size."""
     directions = source.standard_normal((increments.shape[1], DIRECTIONS))

@@ -13,7 +13,6 @@ from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.kernel import normalized_rows
 from helmscope.types import HelmscopeError, Instrument, Needs
 
@@ -153,7 +152,6 @@ def causal_uniform(n: int) -> Tensor:
     return ones / ones.sum(-1, keepdim=True)
 
 
-@full_precision
 def lindeberg_share(p: Tensor, value: Tensor, epsilon: float) -> Tensor:
     """The share of sum_j P_ij^2 |v_j - m_i|^2 that comes from terms P_ij |v_j - m_i| above epsilon times its root, for
     every row; 0 in the limit of a central limit theorem, NaN where there is no variance.

@@ -11,7 +11,6 @@ from helmscope.claims.attention_trials import AttentionTrial, RatioOfKernel, by_
 from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.balance import KernelBalance, balanced_kernel
 from helmscope.observe.kernel import KernelStatistics
@@ -38,7 +37,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
     trial = AttentionTrial.of(case)
     if trial.unmet is not None:
         return Finding.impossible(trial.unmet)
-    if attention_of(trial.recording.certificate) == CAUSAL:
+    if trial.causal:
         return _causal(case, trial)
     drift, statistics = AttentionDrift(), KernelStatistics()
     uniform = RatioOfKernel("uniform", _uniform)
