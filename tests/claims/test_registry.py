@@ -13,6 +13,7 @@ import torch
 import helmscope as hs
 from helmscope.claims import experiments as package
 from helmscope.claims.arm_statistics import Factorial
+from helmscope.claims.attention_trials import AttentionTrial
 from helmscope.claims.entry import SubjectKind
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.reading import read_catalogue
@@ -23,11 +24,31 @@ from support.children import run_python
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("attention-clusters", "attention-diffuses", "convex-hull", "curvature-drift", "encoder-decoder", "energy-rises"),
+    *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift", "elliptic"),
+    *("encoder-decoder", "energy-rises"),
     *("entropy-identity", "extremes", "finite-time", "free-energy-descends", "generator", "heads-average"),
     *("histogram-width", "jko-step", "kuramoto", "mean-field-limit", "measure-flow", "metastability", "mixture"),
-    *("mlp-prevents", "mobility", "norm-confines", "one-cluster", "phase-curve", "radial", "rate", "repulsive"),
-    *("residual-flow", "settles", "stability", "stable-softmax", "steady-order", "tokens-cluster", "whitening"),
+    *(
+        "mlp-prevents",
+        "mobility",
+        "no-mean-drift",
+        "norm-confines",
+        "one-cluster",
+        "phase-curve",
+        "radial",
+        "rate",
+        "repulsive",
+    ),
+    *(
+        "residual-flow",
+        "scalar-diffusion",
+        "settles",
+        "stability",
+        "stable-softmax",
+        "steady-order",
+        "tokens-cluster",
+        "whitening",
+    ),
     "z-metric",
 )
 
@@ -68,6 +89,8 @@ def test_an_experiment_reads_every_constant_of_its_entry(claim: str) -> None:
         code += inspect.getsource(Factorial.of)
     if "Factorial.of(case)" in code or "ChosenPrompts.of(case" in code:
         code += inspect.getsource(ChosenPrompts.of)
+    if "AttentionTrial.of(case)" in code:
+        code += inspect.getsource(AttentionTrial.of)
     entry = read_catalogue()[claim]
     only_simulated = SubjectKind.MODEL in entry.decided and SubjectKind.MODEL not in experiments()[claim].subject_kinds
     # one-cluster has a constant for each of several regimes, and makes up their names

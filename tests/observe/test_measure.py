@@ -21,7 +21,8 @@ RUN = hs.integrate(hs.Block(hs.SA(2.0), MLP), X, times=[0.0, 0.5])
 
 def test_what_only_looks_takes_no_forward():
     instruments = streaming_instruments()
-    assert {instrument.name for instrument in instruments} == {"kernel_statistics", "drift_and_swirl"}
+    attention = {"kernel_statistics", "attention_drift", "attention_noise"}
+    assert {instrument.name for instrument in instruments} == {*attention, "drift_and_swirl"}
     assert all(instrument.extra_forwards == 0 for instrument in instruments)
 
 
@@ -43,14 +44,15 @@ def test_many_instruments_take_one_replay(monkeypatch):
 
 
 def test_without_names_it_takes_what_the_system_can_serve():
-    assert set(hs.measure(RUN)) == {"kernel_statistics", "drift_and_swirl"}
-    assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == {"kernel_statistics"}
+    attention = {"kernel_statistics", "attention_drift", "attention_noise"}
+    assert set(hs.measure(RUN)) == {*attention, "drift_and_swirl"}
+    assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == attention
     assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) == {"drift_and_swirl"}
     long = hs.Block(
         hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
-    assert set(hs.measure(layered)) == {"kernel_statistics"}
+    assert set(hs.measure(layered)) == attention
     with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
         hs.drift_and_swirl(layered)
 

@@ -12,7 +12,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.multihead import MultiHead
 from helmscope.models.load import load
 from helmscope.models.record import record
-from helmscope.observe import EffectiveBeta, effective_beta
+from helmscope.observe import EffectiveBeta, KernelStatistics, effective_beta
 from helmscope.solve.integrate import integrate
 from helmscope.theory.starts import Uniform
 from helmscope.types import HelmscopeError
@@ -89,14 +89,34 @@ def test_chunks_change_nothing():
     assert all(np.abs(whole[name] - parts[name]).max() < 1e-10 for name in whole)
 
 
-def test_a_post_norm_model_needs_its_sphere():
+def test_a_post_norm_model_is_measured_on_its_sphere():
+    """The recording knows its sphere, also among other instruments of one replay."""
     recording = record(tiny_model("bert", dtype=torch.float64), inputs_of("bert"))
-    with pytest.raises(HelmscopeError, match="post-norm"):
-        recording.replay(EffectiveBeta())
-    found = effective_beta(recording).isel(layer=1, prompt=0, head=3)
+    together = recording.replay(EffectiveBeta(), KernelStatistics())["effective_beta"]
+    given = recording.replay(EffectiveBeta(sphere=recording.on_sphere))["effective_beta"]
+    assert together.identical(given)
+    assert together.identical(effective_beta(recording))
+    raw = recording.replay(EffectiveBeta(sphere=recording.trajectory))["effective_beta"]
+    assert float(np.abs(raw.beta - together.beta).max()) > 1e-3
+    found = together.isel(layer=1, prompt=0, head=3)
     x, weights = recording.on_sphere.states[2, 0], recording.kernel(layer=1)[0, 3]
     rows = [(i, [(j, float(x[i] @ x[j]), float(weights[i, j].log())) for j in range(1, 13)]) for i in range(13)]
     assert float(found.beta) == pytest.approx(regression(rows, diagonal=True)[0], rel=1e-9)
+
+
+def test_spread_of_the_logits_within_rows():
+    """Without the first key, against loops."""
+    recording = record(tiny_model("llama", dtype=torch.float64), inputs_of("llama", batch=1, n=6))
+    weights = recording.kernel(layer=1)[0, 2]
+    total, pairs = 0.0, 0
+    for i in range(6):
+        logits = [float(weights[i, j].log()) for j in range(1, i + 1)]
+        mean = sum(logits) / max(len(logits), 1)
+        total += sum((each - mean) ** 2 for each in logits)
+        pairs += len(logits)
+    found = effective_beta(recording).isel(layer=1, prompt=0, head=2)
+    assert float(found.logit_spread) == pytest.approx((total / pairs) ** 0.5, rel=1e-9)
+    assert found.logit_spread.attrs["long_name"]
 
 
 def test_bad_arguments():

@@ -77,7 +77,7 @@ def received(kernel: Matrix, mask: list[bool]) -> Vector:
 
 
 def kernel_system(kernel: Matrix, mask: list[bool]) -> dict[str, float]:
-    """The quantities of one system: means over real queries that see a key, and the two defects.
+    """The quantities of one system: means over real queries that see a key, deviations and defects.
 
     >>> kernel_system([[1.0, 3.0], [1.0, 1.0]], [True, True])["bistochastic_defect"]
     0.25
@@ -88,6 +88,11 @@ def kernel_system(kernel: Matrix, mask: list[bool]) -> dict[str, float]:
     seen = {name: math.fsum(values[i] for i in sighted) / len(sighted) for name, values in rows.items()}
     seen["row_mass"] = math.fsum(math.fsum(kernel[i]) for i in real) / len(real)
     seen["bistochastic_defect"] = max(abs(received(kernel, mask)[j] - 1) for j in real)
+    off = [math.fsum(kernel[i]) - 1 for i in real]
+    seen["row_sum_deviation_max"] = max(abs(each) for each in off)
+    seen["row_sum_deviation_rms"] = math.sqrt(math.fsum(each**2 for each in off) / len(real))
+    columns = [received(kernel, mask)[j] - 1 for j in real]
+    seen["column_sum_deviation_rms"] = math.sqrt(math.fsum(each**2 for each in columns) / len(real))
     skew = math.fsum((kernel[i][j] - kernel[j][i]) ** 2 for i, j in product(real, real))
     whole = math.fsum(kernel[i][j] ** 2 for i, j in product(real, real))
     seen["symmetry_defect"] = math.sqrt(skew / whole) / 2

@@ -8,6 +8,7 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.claims import arm_statistics as arm_statistics
+    from helmscope.claims import attention_trials as attention_trials
     from helmscope.claims import circle_functions as circle_functions
     from helmscope.claims import prompts as prompts
     from helmscope.claims import theory_flow as theory_flow

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from helmscope.models.bundled_models import held_back_texts as held_back_texts
     from helmscope.models.bundled_models import story_texts as story_texts
     from helmscope.models.bundled_models import training_history as training_history
+    from helmscope.models.bundled_models import validation_contexts as validation_contexts
     from helmscope.models.certificate import Certificate as Certificate
     from helmscope.models.doctor import diagnose as diagnose
     from helmscope.models.experts import MixtureOfExperts as MixtureOfExperts

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from helmscope.types import check_name
 
 if TYPE_CHECKING:
+    import numpy as np
     import xarray as xr
+    from numpy.typing import NDArray
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODELS = ("A", "B", "tied")
@@ -81,6 +83,28 @@ def held_back_texts() -> list[str]:
     """
     texts: list[str] = json.loads((BUNDLED_FOLDER / "held_back.json").read_text(encoding="utf-8"))
     return texts
+
+
+def validation_contexts() -> NDArray[np.int64]:
+    """Token ids (768, 128) of further stories, contexts in which words occur: the validation windows in two halves of
+    128 tokens each, without the windows from which a held-back text was taken.
+
+    >>> validation_contexts().shape
+    (768, 128)
+    """
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    windows = np.load(BUNDLED_FOLDER / "validation.npy").astype(np.int64)
+    tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / FIRST / "tokenizer.json"))
+    # the first token of a text may be encoded differently without the space before it
+    held_back = {tuple(tokenizer.encode(text).ids[1:]) for text in held_back_texts()}
+    length = len(next(iter(held_back)))
+    used = [
+        any(tuple(row[k : k + length]) in held_back for k in range(len(row) - length + 1)) for row in windows.tolist()
+    ]
+    kept = windows[~np.array(used)]
+    return np.ascontiguousarray(np.concatenate([kept[:, :128], kept[:, 128:256]]))
 
 
 def training_history(model: str) -> xr.Dataset:

@@ -11,6 +11,7 @@ import torch
 from helmscope.models.certificate import Line
 from helmscope.models.experts import ForceAfterNorm
 from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
+from helmscope.models.output_matrix import only_rescales
 from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from jaxtyping import Float
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.certificate import Certificate
@@ -205,16 +206,10 @@ def heads_gap(probe: LayerProbe, attention: tuple[Call, Attended], matrix_path: 
     total = torch.einsum("bhnr,dhr->bnd", heads, per_head) + (0.0 if bias is None else bias.double())
     expected = matrix.output.double().reshape(total.shape)
     gap = relative(total, expected)
-    if _rescales(write.module):
+    if only_rescales(write.module):
         return gap
     assert write.output is not None
     return worst_of((gap, relative(write.output, expected)))
-
-
-def _rescales(module: nn.Module) -> bool:
-    """Whether a module only rescales coordinates: a norm, or a layer scale."""
-    parameters = list(module.parameters())
-    return bool(parameters) and all(value.ndim <= 1 for value in parameters)
 
 
 def mlp_line(anatomy: Anatomy, probes: list[LayerProbe]) -> tuple[Line, tuple[ForceAfterNorm | None, ...]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.output_matrix import output_matrices, output_refusal
 from helmscope.models.recorder import ResidualStream
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
@@ -46,7 +47,7 @@ def replay(
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
-            recording.runner.forward(_InstrumentFeed(recording, instruments, needs), progress=progress)
+            recording.runner.forward(InstrumentFeed(recording, instruments, needs), progress=progress)
         except _InstrumentFailed as failed:
             raise failed.error from None
     return results(instruments)
@@ -56,7 +57,7 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
     """One sentence that says why an instrument cannot be used on this recording; None if it can."""
     needs, parts = instrument.needs, ["trajectory"]
     parts += ["kernel"] if needs & (Needs.KERNEL | Needs.QKV) else []
-    parts += ["replay"] if Needs.QKV in needs else []
+    parts += ["replay"] if needs & (Needs.QKV | Needs.OUTPUT) else []
     parts += ["force"] if Needs.FORCE in needs else []
     parts += ["cross_kernel"] if needs.cross_half and recording.anatomy.has_cross else []
     try:
@@ -64,6 +65,11 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
             recording.certificate.require(part)
     except HelmscopeError as error:
         return str(error)
+    if Needs.OUTPUT in needs:
+        for number in recording.layers:
+            reason = output_refusal(recording.anatomy.layers[number])
+            if reason is not None:
+                return f"{reason} in layer {number}, but {instrument.name} needs the matrix by which each head writes"
     if Needs.FORCE in needs:
         for number in recording.layers:
             if recording.anatomy.layers[number].mlp_norm is None:
@@ -82,7 +88,7 @@ class _InstrumentFailed(Exception):
         self.error = error
 
 
-class _InstrumentFeed(Observer):
+class InstrumentFeed(Observer):
     """Collects the values of each half of a layer, and passes them to the instruments as soon as they are complete.
 
     The order in which these values arrive differs between families. Tensors that wait for others are copied, since some
@@ -155,17 +161,22 @@ class _InstrumentFeed(Observer):
         state = wide(parts["state"])
         tensors = AttentionTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             kernel=parts.get("kernel") if Needs.KERNEL in self.needs else None,
             query=parts.get("query"),
             key=parts.get("key"),
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.ATTENTION_WRITE in self.needs else None,
+            output=self.output_matrices(layer, state) if Needs.OUTPUT in self.needs else None,
         )
-        context = self._context(layer, Half.ATTENTION, state)
+        context = self.context(layer, Half.ATTENTION, state)
         for instrument in self.instruments:
             if instrument.needs.attention_half:
                 self._call(instrument.attention, context, tensors)
+
+    def output_matrices(self, layer: int, like: Tensor) -> Tensor:
+        """The matrices by which the heads of a layer write, in the dtype of ``like``."""
+        return output_matrices(self.anatomy.layers[layer]).to(like)
 
     def _feed_cross(self, layer: int) -> None:
         parts = self._cross
@@ -175,7 +186,7 @@ class _InstrumentFeed(Observer):
         assert source is not None
         tensors = CrossAttentionTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             wide(self.memory),
             memory_weights=self._mask_rows(source.counted, state),
             memory_visible=self._mask_rows(source.visible, state, boolean=True),
@@ -185,7 +196,7 @@ class _InstrumentFeed(Observer):
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.CROSS_WRITE in self.needs else None,
         )
-        context = self._context(layer, Half.CROSS, state)
+        context = self.context(layer, Half.CROSS, state)
         for instrument in self.instruments:
             if instrument.needs.cross_half:
                 self._call(instrument.cross, context, tensors)
@@ -196,12 +207,12 @@ class _InstrumentFeed(Observer):
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
         tensors = MlpTensors(
             state,
-            self._direction(state),
+            self.direction(state),
             self.recording.force(layer=layer) if needs_force else None,
             self._points(layer, self._mlp["state"]) if needs_force else None,
             wide(write) if Needs.MLP_WRITE in self.needs else None,
         )
-        context = self._context(layer, Half.MLP, state)
+        context = self.context(layer, Half.MLP, state)
         for instrument in self.instruments:
             if instrument.needs.mlp_half:
                 self._call(instrument.mlp, context, tensors)
@@ -214,13 +225,14 @@ class _InstrumentFeed(Observer):
         except Exception as error:
             raise _InstrumentFailed(error) from error
 
-    def _context(self, layer: int, half: Half, state: Tensor) -> ReplayContext:
+    def context(self, layer: int, half: Half, state: Tensor) -> ReplayContext:
+        """Where the current chunk is in the replay."""
         depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
         batch = self.recording.batch
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
         structure = self.anatomy.layers[layer]
         heads = {Half.ATTENTION: structure.heads, Half.CROSS: structure.cross_heads}.get(half)
-        return ReplayContext(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
+        return ReplayContext(layer, half, float(depth), self.rows, counted, visible, 1.0, heads, self.anatomy.centered)
 
     def _mask_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
         """The rows of a mask for the current chunk, on the device of ``like``, as bool or in its dtype."""
@@ -228,7 +240,7 @@ class _InstrumentFeed(Observer):
             return None
         return mask[self.rows].to(like.device) if boolean else mask[self.rows].to(like)
 
-    def _direction(self, state: Tensor) -> Tensor:
+    def direction(self, state: Tensor) -> Tensor:
         """The unit vectors of a state, computed as those of the trajectory."""
         radius = torch.empty_like(state[..., 0]).unsqueeze(0)
         mean = torch.empty_like(radius) if self.anatomy.centered else None

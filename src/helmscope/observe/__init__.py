@@ -15,9 +15,25 @@ if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
     from helmscope.observe.arcs import matched_flow_times as matched_flow_times
     from helmscope.observe.arms import attention_mlp_factorial as attention_mlp_factorial
+    from helmscope.observe.attention_divergence import attention_divergence as attention_divergence
+    from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
+    from helmscope.observe.attention_drift import attention_drift as attention_drift
+    from helmscope.observe.attention_noise import AttentionNoise as AttentionNoise
+    from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
+    from helmscope.observe.attention_noise import attention_noise as attention_noise
+    from helmscope.observe.attention_noise import attention_noise_spectrum as attention_noise_spectrum
+    from helmscope.observe.balance import KernelBalance as KernelBalance
+    from helmscope.observe.balance import balance_divergence as balance_divergence
+    from helmscope.observe.balance import balanced_kernel as balanced_kernel
+    from helmscope.observe.balance import causal_uniform_column_sums as causal_uniform_column_sums
+    from helmscope.observe.balance import kernel_balance as kernel_balance
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.context_group import ContextGroup as ContextGroup
+    from helmscope.observe.context_noise import context_groups as context_groups
+    from helmscope.observe.context_noise import context_noise as context_noise
+    from helmscope.observe.context_noise import covariance_fit as covariance_fit
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
@@ -51,6 +67,7 @@ if TYPE_CHECKING:
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
     from helmscope.observe.kernel import KernelStatistics as KernelStatistics
     from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
+    from helmscope.observe.kernel import column_sum_deviation_rms as column_sum_deviation_rms
     from helmscope.observe.kernel import effective_keys as effective_keys
     from helmscope.observe.kernel import first_token_mass as first_token_mass
     from helmscope.observe.kernel import future_mass as future_mass

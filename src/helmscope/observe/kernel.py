@@ -38,6 +38,7 @@ __all__ = [
     "attention_distributions",
     "bistochastic_defect",
     "check_kernel",
+    "column_sum_deviation_rms",
     "effective_keys",
     "first_token_mass",
     "future_mass",
@@ -204,6 +205,25 @@ def bistochastic_defect(
     return (off * visible_tokens(kernel, visible)).amax(-1)
 
 
+def column_sum_deviation_rms(
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Root mean square deviation from 1 of the column sums of the normalized rows, over visible tokens; the largest
+    deviation is ``bistochastic_defect``.
+
+    >>> column_sum_deviation_rms(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
+    tensor(0.2500)
+    """
+    mask = visible_tokens(kernel, visible)
+    return _rms(received_mass(kernel, visible=visible) - 1, mask)
+
+
+def _rms(deviation: Tensor, mask: Tensor) -> Tensor:
+    """Root mean square over the tokens of a mask."""
+    square = torch.where(mask, deviation * deviation, 0.0)
+    return (square.sum(-1) / mask.sum(-1)).sqrt()
+
+
 def symmetry_defect(
     kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -245,7 +265,8 @@ def visible_tokens(
 
 
 BOUNDS = {
-    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect"), AT_LEAST_0),
+    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect", "column_sum_deviation_rms"), AT_LEAST_0),
+    **dict.fromkeys(("row_sum_deviation_max", "row_sum_deviation_rms"), AT_LEAST_0),
     **dict.fromkeys(("largest_weight", "first_token_mass", "future_mass", "symmetry_defect"), SHARE),
     "effective_keys": AT_LEAST_1,
 }
@@ -255,10 +276,12 @@ class KernelStatistics(Instrument):
     """Instrument: statistics of the attention kernel in every layer (at every time of a simulation), for every head.
 
     The quantities are ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``,
-    ``future_mass``, ``bistochastic_defect`` and ``symmetry_defect``; the result has an axis ``head`` where there are
-    several heads. Quantities per query are averaged over the queries that attend to at least one key, by the weights of
-    the trajectory: special tokens of a model are excluded as queries but not as keys, so the first of them may be the
-    attention sink. The two defects use all visible tokens. Raises HelmscopeError for a system without attention.
+    ``future_mass``; the deviations from 1 of the row sums, ``row_sum_deviation_max`` and ``row_sum_deviation_rms``, and
+    of the column sums of the normalized rows, ``bistochastic_defect`` (the largest) and ``column_sum_deviation_rms``;
+    and ``symmetry_defect``. The result has an axis ``head`` where there are several heads. Quantities per query are
+    averaged over the queries that attend to at least one key, by the weights of the trajectory: special tokens of a
+    model are excluded as queries but not as keys, so the first of them may be the attention sink. Deviations and
+    defects use all visible tokens. Raises HelmscopeError for a system without attention.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -303,23 +326,30 @@ def kernel_statistics(system: System) -> xr.Dataset:
 
 
 def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:
-    """One value per system, and per head where there are heads."""
+    """One value per system, and per head where there are heads; the kernel is checked and normalized once."""
     if kernel.ndim == 4:
         weights = weights.unsqueeze(1).expand(kernel.shape[:-1])
         visible = None if visible is None else visible.unsqueeze(1).expand(kernel.shape[:-1])
+    mask, mass = visible_tokens(kernel, visible), kernel.sum(-1)
+    p = kernel / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
+    first = mask.to(torch.int8).argmax(-1)[..., None, None].expand(*p.shape[:-1], 1)
     per_query = {
-        "row_mass": row_mass(kernel),
-        "entropy": row_entropy(kernel),
-        "effective_keys": effective_keys(kernel),
-        "largest_weight": largest_weight(kernel),
-        "first_token_mass": first_token_mass(kernel, visible=visible),
-        "future_mass": future_mass(kernel),
+        "row_mass": mass,
+        "entropy": -torch.special.xlogy(p, p).sum(-1),
+        "effective_keys": 1 / torch.where(mass > 0, (p * p).sum(-1), 1.0),
+        "largest_weight": p.amax(-1),
+        "first_token_mass": p.gather(-1, first).squeeze(-1),
+        "future_mass": p.triu(1).sum(-1),
     }
-    with_keys = weights * (kernel.sum(-1) > 0)
+    with_keys = weights * (mass > 0)
     means = {name: token_mean(value, weights if name == "row_mass" else with_keys) for name, value in per_query.items()}
+    columns = (p if visible is None else p * mask.unsqueeze(-1)).sum(-2) - 1
     return {
         **means,
-        "bistochastic_defect": bistochastic_defect(kernel, visible=visible),
+        "row_sum_deviation_max": ((mass - 1).abs() * mask).amax(-1),
+        "row_sum_deviation_rms": _rms(mass - 1, mask),
+        "bistochastic_defect": (columns.abs() * mask).amax(-1),
+        "column_sum_deviation_rms": _rms(columns, mask),
         "symmetry_defect": symmetry_defect(kernel, visible=visible),
     }
 

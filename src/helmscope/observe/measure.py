@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from helmscope.observe.attention_drift import AttentionDrift
+from helmscope.observe.attention_noise import AttentionNoise
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.track import check_system
@@ -22,9 +24,9 @@ def streaming_instruments() -> list[Instrument]:
     Derivatives of the MLP, d of them at every token, are not included: use ``DriftAndSwirl()``.
 
     >>> [instrument.name for instrument in streaming_instruments()]
-    ['kernel_statistics', 'drift_and_swirl']
+    ['kernel_statistics', 'attention_drift', 'attention_noise', 'drift_and_swirl']
     """
-    return [KernelStatistics(), DriftAndSwirl(derivatives=False)]
+    return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl(derivatives=False)]
 
 
 @shows_progress("measuring")
@@ -41,7 +43,7 @@ def measure(system: System, *instruments: Instrument, progress: ProgressOption =
     >>> from helmscope.solve.integrate import integrate
     >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> list(measured), measured["kernel_statistics"].row_mass.dims
-    (['kernel_statistics'], ('time', 'system'))
+    (['kernel_statistics', 'attention_drift', 'attention_noise'], ('time', 'system'))
     """
     if instruments:
         return check_system(system).replay(*instruments, progress=progress)

@@ -27,9 +27,17 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types import AttentionTensors, ReplayContext, ReplayPlan, System
 
-BOUNDS = {"r_squared": SHARE, "r_squared_others": SHARE, "keys": AT_LEAST_0}
+BOUNDS = {"r_squared": SHARE, "r_squared_others": SHARE, "keys": AT_LEAST_0, "logit_spread": AT_LEAST_0}
+NAMES = {
+    "beta": "effective beta of a head on the unit sphere",
+    "r_squared": "R^2 of a head's logits on inner products",
+    "beta_others": "effective beta of a head, the query's own token left out",
+    "r_squared_others": "R^2 of a head's logits on inner products, the query's own token left out",
+    "keys": "number of keys per query",
+    "logit_spread": "root mean square deviation of a head's logits within rows",
+}
 
 
 class EffectiveBeta(Instrument):
@@ -40,8 +48,12 @@ class EffectiveBeta(Instrument):
     that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or underflowed,
     and the first visible key do not enter. Values are NaN where no row has two keys of different inner products.
 
-    x are the directions of the states that attention reads. In a post-norm model the unit sphere is that of
-    the states without gain and bias: pass ``sphere=recording.on_sphere`` for it. ``effective_beta`` does both.
+    ``logit_spread`` is the root mean square deviation of the logits within rows: how sharp the head is at all, of which
+    R^2 is the share that beta explains. A head with Q = K = I reads beta = d / sqrt(d_head) [Helmholtz Transformer, no.
+    1]; a trained one that hardly depends on inner products has a small beta and R^2 at any sharpness.
+
+    x are the directions of the states that attention reads. In a post-norm model the unit sphere is that of the states
+    without gain and bias, ``recording.on_sphere``, for which the model is run once more; ``sphere`` replaces it.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -58,15 +70,24 @@ class EffectiveBeta(Instrument):
         if sphere is not None and not isinstance(sphere, Trajectory):
             raise HelmscopeError(f"sphere is {type_with_article(sphere)}, but it must be a Trajectory or None")
         self.sphere = sphere
+        self._recording: Recording | None = None  # a post-norm one, whose sphere is not that of its states
+        self._path = sphere
 
     def refusal(self, system: System) -> str | None:
-        """A post-norm recording needs its states without gain and bias."""
+        """Why the states of a post-norm recording without gain and bias are not known."""
+        self._recording = None
         if isinstance(system, Recording) and system.anatomy.post_norm and self.sphere is None:
-            return (
-                f"system is a recording of {type(system.anatomy.model).__name__}, a post-norm model, but its tokens "
-                "on the sphere are known only to EffectiveBeta(sphere=recording.on_sphere)"
-            )
+            try:
+                system.certificate.require("on_sphere")
+            except HelmscopeError as error:
+                return str(error)
+            self._recording = system
         return None
+
+    def start(self, plan: ReplayPlan) -> None:
+        """Start a new replay; the sphere of a post-norm model is computed first, by one more forward."""
+        self._path = self.sphere if self._recording is None else self._recording.on_sphere
+        super().start(plan)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the slopes of a layer."""
@@ -80,19 +101,23 @@ class EffectiveBeta(Instrument):
         self.keep(context, {name: torch.stack([head[name] for head in heads], 1) for name in heads[0]})
 
     def _tokens(self, context: ReplayContext, tensors: AttentionTensors) -> Float[Tensor, "rows n d"]:
-        if self.sphere is None:
+        path = self._path
+        if path is None:
             return tensors.direction.double()
-        at = (self.sphere.times == context.time).nonzero()
-        if not len(at) or self.sphere.states.shape[2:] != tensors.direction.shape[1:]:
+        at = (path.times == context.time).nonzero()
+        if not len(at) or path.states.shape[2:] != tensors.direction.shape[1:]:
             raise HelmscopeError(
-                f"sphere has no states {tuple(tensors.direction.shape[1:])} at {self.sphere.axis} {context.time:g}, "
+                f"sphere has no states {tuple(tensors.direction.shape[1:])} at {path.axis} {context.time:g}, "
                 "but it must be that of the system"
             )
-        return self.sphere.states[int(at[0]), context.rows].to(tensors.direction.device).double()
+        return path.states[int(at[0]), context.rows].to(tensors.direction.device).double()
 
     def result(self) -> xr.Dataset:
         """The slopes of every head (if there are several), layer and replicate."""
-        return with_bounds(super().result(), BOUNDS)
+        measured = with_bounds(super().result(), BOUNDS)
+        for name, long_name in NAMES.items():
+            measured[name].attrs["long_name"] = long_name
+        return measured
 
 
 def effective_beta(system: System) -> xr.Dataset:
@@ -106,8 +131,7 @@ def effective_beta(system: System) -> xr.Dataset:
     >>> measured.beta.dims
     ('layer', 'prompt', 'head')
     """
-    sphere = system.on_sphere if isinstance(system, Recording) and system.anatomy.post_norm else None
-    instrument = EffectiveBeta(sphere=sphere)
+    instrument = EffectiveBeta()
     return check_system(system).replay(instrument)[instrument.name]
 
 
@@ -129,12 +153,21 @@ def _slopes(kernel: Tensor, x: Tensor, m: Tensor, usable: Tensor) -> dict[str, T
     beta_others, r_squared_others = _slope_within_rows(logits, inner, others, m)
     count = (m * keys.sum(-1)).sum(-1) / m.sum(-1)
     return {
+        "logit_spread": _spread_within_rows(logits, keys, m),
         "beta": beta,
         "r_squared": r_squared,
         "beta_others": beta_others,
         "r_squared_others": r_squared_others,
         "keys": count,
     }
+
+
+def _spread_within_rows(y: Tensor, keys: Tensor, m: Tensor) -> Tensor:
+    """The root mean square deviation of y within rows, over the pairs ``keys`` with weights m of the rows."""
+    count = keys.sum(-1, keepdim=True)
+    centered = torch.where(keys, y - (y * keys).sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
+    pairs = (m * count.squeeze(-1)).sum(-1)
+    return ((centered**2).sum(-1) * m).sum(-1).div(torch.where(pairs > 0, pairs, torch.nan)).sqrt()
 
 
 def _slope_within_rows(y: Tensor, x: Tensor, keys: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:

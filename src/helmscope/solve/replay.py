@@ -14,9 +14,11 @@ import torch
 
 from helmscope.fields.attention import Attention
 from helmscope.fields.block import Block
+from helmscope.fields.field import StateSpace
 from helmscope.fields.lowrank import as_dense
 from helmscope.fields.multihead import MultiHead
-from helmscope.fields.placement import PreNorm
+from helmscope.fields.norms import LayerNorm
+from helmscope.fields.placement import NGPT, PreNorm, SandwichNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.solve.flow import Flow
@@ -71,7 +73,7 @@ def replay(
     with torch.no_grad():
         for begin in range(0, systems, size):
             rows = slice(begin, min(begin + size, systems))
-            part = _select_systems(simulation, rows)
+            part = select_systems(simulation, rows)
             for layer in simulation.layers if instruments else ():
                 _LayerView(part, layer, rows, needs).show_to(instruments)
                 share = (simulation.layers.index(layer) + 1) / len(simulation.layers)
@@ -96,6 +98,10 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
         return f"field is {name}, but {instrument.name} needs a kernel, which is defined for attention fields only"
     if Needs.QKV in instrument.needs and not isinstance(attention, Attention | MultiHead):
         return f"field is {name}, but {instrument.name} needs query, key and value: those of SA, MultiHead and the like"
+    if Needs.OUTPUT in instrument.needs:
+        reason = _output_refusal(field, instrument.name)
+        if reason is not None:
+            return reason
     if Needs.FORCE in instrument.needs and simulation.force(layer=0) is None:
         return (
             f"system has no MLP: force(layer=0) is None, but {instrument.name} needs one: that of a Block, or an MLP "
@@ -104,6 +110,27 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
     if Needs.FORCE in instrument.needs and not _reads_unit_vectors(simulation):
         return f"system has an MLP that does not read unit vectors, but {instrument.name} needs one that does"
     return instrument.refusal(simulation)
+
+
+def _output_refusal(field: Field, name: str) -> str | None:
+    """Why the heads of a field do not write by matrices to a state with a direction; None if they do."""
+    if not isinstance(attention_of(field), Attention | MultiHead):
+        return (
+            f"field is {type(field).__name__}, but {name} needs heads with values: those of SA, MultiHead and the like"
+        )
+    if isinstance(field, Block) and isinstance(field.placement, SandwichNorm | NGPT):
+        placement = type(field.placement).__name__
+        return f"placement is {placement}, but {name} needs heads that write without a norm after them"
+    if field.space not in (StateSpace.SPHERE, StateSpace.STREAM):
+        return f"field moves {field.space.value}, but {name} needs tokens on a sphere or a residual stream"
+    return None
+
+
+def _is_centered(field: Field) -> bool:
+    """Whether directions have mean 0, because the norm before attention removes it."""
+    if not isinstance(field, Block) or field.space is not StateSpace.STREAM:
+        return False
+    return isinstance(field.placement.norm(Half.ATTENTION), LayerNorm)
 
 
 def _reads_unit_vectors(simulation: Simulation) -> bool:
@@ -127,8 +154,15 @@ def attention_of(field: Field) -> Field | None:
     return field if field.attends else None
 
 
-def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
-    """The simulation of some of its systems."""
+def select_systems(simulation: Simulation, rows: slice) -> Simulation:
+    """The simulation of some of its systems.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(2).expand(5, 2, 2), times=[0.0])
+    >>> select_systems(run, slice(1, 3)).trajectory.states.shape
+    torch.Size([1, 2, 2, 2])
+    """
     path = simulation.trajectory
     if rows == slice(0, path.states.shape[1]):
         return simulation
@@ -187,14 +221,18 @@ class _LayerView:
     def _context(self, half: Half, heads: int | None = None) -> ReplayContext:
         weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
         now = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
-        return ReplayContext(self.layer, half, time, self.rows, now, self.simulation.visible, self.step, heads)
+        centered = _is_centered(self.simulation.field)
+        visible = self.simulation.visible
+        return ReplayContext(self.layer, half, time, self.rows, now, visible, self.step, heads, centered)
 
     def _attention(self) -> AttentionTensors:
         needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
         kernel = self.simulation.kernel(layer=self.layer) if Needs.KERNEL in needs else None
         query, key, value = self._projections(attention) if Needs.QKV in needs else (None, None, None)
         write = self._write(Half.ATTENTION, state) if Needs.ATTENTION_WRITE in needs else None
-        return AttentionTensors(state, self.simulation.trajectory.states[self.layer], kernel, query, key, value, write)
+        output = self._output(attention) if Needs.OUTPUT in needs else None
+        direction = self.simulation.trajectory.states[self.layer]
+        return AttentionTensors(state, direction, kernel, query, key, value, write, output)
 
     def _mlp(self) -> MlpTensors:
         field, state = self.simulation.field, self._read_by_mlp()
@@ -221,6 +259,15 @@ class _LayerView:
         else:
             write = field.ambient(state, t=t, weights=weights)
         return write if self.step is None else self.step * write
+
+    def _output(self, attention: Field | None) -> Tensor:
+        """The matrices by which heads write: a multiple of I, since values are V x_j."""
+        eye = torch.eye(self.state.shape[-1], dtype=self.state.dtype, device=self.state.device)
+        scale = 1.0 if self.step is None else self.step
+        if not isinstance(attention, MultiHead):
+            return scale * eye
+        assert attention.scale is not None
+        return (scale * attention.scale * eye).expand(len(attention.heads), *eye.shape)
 
     def _projections(self, attention: Field | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values: logits are <query, key> plus bias, and the kernel averages the values."""

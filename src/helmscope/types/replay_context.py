@@ -31,10 +31,10 @@ class Needs(Flag):
 
     ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes;
     they are optional, and passed for every layer that has this half. ``KERNEL`` (the attention weights), ``QKV``
-    (queries, keys and values) and ``FORCE`` (the MLP as a field on unit vectors) are required: replaying a system that
-    cannot provide them raises ``HelmscopeError``. ``CROSS`` (the states that cross-attention reads, and those of the
-    encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and ``CROSS_WRITE`` are passed for every layer with
-    cross-attention; most systems have none.
+    (queries, keys and values), ``OUTPUT`` (the matrices by which the heads write) and ``FORCE`` (the MLP as a field on
+    unit vectors) are required: replaying a system that cannot provide them raises ``HelmscopeError``. ``CROSS`` (the
+    states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and
+    ``CROSS_WRITE`` are passed for every layer with cross-attention; most systems have none.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
@@ -52,6 +52,7 @@ class Needs(Flag):
     CROSS_KERNEL = auto()
     CROSS_QKV = auto()
     CROSS_WRITE = auto()
+    OUTPUT = auto()
 
     @property
     def attention_half(self) -> bool:
@@ -60,7 +61,8 @@ class Needs(Flag):
         >>> Needs.QKV.attention_half, Needs.FORCE.attention_half
         (True, False)
         """
-        return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
+        needs = Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
+        return bool(self & needs)
 
     @property
     def cross_half(self) -> bool:
@@ -108,7 +110,8 @@ class ReplayContext:
     their tokens in statistics (None: equal), ``visible`` the tokens that can be attended to (None: all). ``step`` is
     None in a flow, whose writes are velocities; in a layer, writes are increments and ``step`` is its size h: 1 in a
     model, and for ``Layer(h)`` the factor h that the increments contain. ``heads`` is the number of heads of this half,
-    None if it has no axis of heads or their number is unknown.
+    None if it has no axis of heads or their number is unknown. ``centered``: norms remove the mean over coordinates, so
+    that directions are on S^(d-2), whose tangent space has d - 2 dimensions.
 
     >>> ReplayContext(0, Half.MLP, 0.0, slice(0, 2), step=1.0).is_increment
     True
@@ -122,6 +125,7 @@ class ReplayContext:
     visible: Bool[Tensor, "rows n"] | None = None
     step: float | None = None
     heads: int | None = None
+    centered: bool = False
 
     @property
     def is_increment(self) -> bool:
@@ -150,7 +154,9 @@ class AttentionTensors:
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors as in the
     trajectory. ``kernel`` has rows of attention weights, and an axis of heads unless the system is a simulated field of
     a single head. In a model keys and values may have fewer heads than queries. ``write`` is what the half adds to the
-    state, before any projection to the sphere. Tensors are valid only during the call.
+    state, before any projection to the sphere. ``output`` holds the matrices W_O^h by which the heads write, residual
+    multiplier and step size included: ``write`` is sum_h W_O^h sum_j P^h_ij v^h_j plus a bias that is the same for all
+    tokens. Tensors are valid only during the call.
 
     >>> import torch
     >>> x = torch.eye(2).expand(1, 2, 2)
@@ -165,6 +171,19 @@ class AttentionTensors:
     key: Float[Tensor, "rows *kv_heads n r"] | None = None
     value: Float[Tensor, "rows *kv_heads n s"] | None = None
     write: Float[Tensor, "rows n d"] | None = None
+    output: Float[Tensor, "*heads d s"] | None = None
+
+    @property
+    def radius(self) -> Float[Tensor, "rows n"]:
+        """The length |y| of each state, without its mean where norms remove it; 1 on the unit sphere."""
+        return (self.state * self.direction).sum(-1)
+
+    @property
+    def head_values(self) -> Float[Tensor, "rows *heads n s"] | None:
+        """The values, repeated where several query heads share them."""
+        if self.value is None or self.query is None or self.query.ndim == 3:
+            return self.value
+        return self.value.repeat_interleave(self.query.shape[1] // self.value.shape[1], 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,8 +64,8 @@ def stability(case: TrialCase) -> Finding:
             for name, excess in linear.items()
         }
         | {
-            "attention near the worst case": Identity(_excess(worst, rate * t), "excess"),
-            "attention near the worst case, L halved": Identity(_excess(worst, rate / 2 * t), "excess"),
+            "attention near the worst case": IdentityErrors(_excess(worst, rate * t), "excess"),
+            "attention near the worst case, L halved": IdentityErrors(_excess(worst, rate / 2 * t), "excess"),
         },
         data=curve(
             "log_growth", by_beta, {"beta": betas, "time": times}, label="log of W2(t) / W2(0)"

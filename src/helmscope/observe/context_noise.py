@@ -1,0 +1,350 @@
+"""The diffusion of attention in mode C: how the increment of one token at a fixed state varies over contexts.
+
+    Sigma_C(x) = (1/2) Cov(Delta | x_i = x),    Delta = T W_O m_i / |y|                  [Helmholtz Transformer, no. 2]
+
+A state that is the same in many contexts exists before the first layer only, where it depends on word and position. So
+the contexts are grouped by (word, position), and each group of at least ``least`` members is one replicate: Delta is
+what attention of layer 0 adds to its token. Sigma_C is measured, not a model: context is what is random. It is compared
+with the mean over the same contexts of Sigma_A, the covariance of sampling one key per head:
+
+    slope    least squares through 0 of the entries of Sigma_C, from half of the contexts, on those of Sigma_A, from the
+             other half
+    R^2      of Sigma_C of held-out contexts predicted by the slope and the Sigma_A of the others, about the mean entry
+
+With m held-out contexts Sigma_C has rank m - 1 and R^2 stays below 1 even where the two agree: ``r_squared_of_means``
+corrects for that by the product of two independent halves of Sigma_C, and is noisy itself.
+
+Shares of covariance that comes from several heads, or several keys, together: (tr Cov(sum) - sum tr Cov) / tr Cov(sum),
+0 for independent ones. ``normal_distance`` is the Kolmogorov distance of standardized increments from N(0, 1) on random
+tangent directions, whose mean for normal samples of the same size is ``normal_distance_null``.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.recording import Recording
+from helmscope.models.replay import InstrumentFeed
+from helmscope.models.targets import prepare_inputs
+from helmscope.models.watch import Site
+from helmscope.observe.attention_drift import described
+from helmscope.observe.context_group import ContextGroup
+from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
+from helmscope.observe.kernel import effective_keys
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, Instrument, ReplayPlan, check_integer, check_progress, check_replicates
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from helmscope.types import AttentionTensors, ReplayContext
+    from helmscope.types.progress import ProgressOption
+
+NAMES = {
+    "slope": "slope of the entries of Sigma_C on those of Sigma_A",
+    "r_squared": "R^2 of Sigma_C of held-out contexts, predicted by Sigma_A",
+    "r_squared_of_means": "R^2 of Sigma_C by Sigma_A, corrected for the number of contexts",
+    "nu_context": "diffusivity nu of Sigma_C (squared radians per layer)",
+    "nu_sampling": "mean diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
+    "nu_random_values": "mean diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
+    "cross_head_share": "share of tr Sigma_C from covariance between heads",
+    "cross_token_share": "share of tr Sigma_C from covariance between keys",
+    "normal_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
+    "normal_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
+    "effective_keys": "effective number of keys, the mean over heads and contexts",
+    "members": "number of contexts",
+}
+DIRECTIONS, NULL_SAMPLES = 16, 200
+
+
+@shows_progress("measuring contexts")
+def context_groups(
+    recording: Recording,
+    contexts: NDArray[np.int64] | Tensor,
+    *,
+    groups: int = 256,
+    least: int = 16,
+    first_position: int = 8,
+    seed: int = 0,
+    progress: ProgressOption = None,
+) -> list[ContextGroup]:
+    """Groups of contexts with the same word at the same position, at most ``groups`` of them, drawn by ``seed`` among
+    those with at least ``least`` contexts and from ``first_position`` on, where there are several keys.
+
+    ``contexts`` are token ids (contexts, n), such as ``validation_contexts()``. Only layer 0 is run. Raises
+    HelmscopeError unless there is a group, for states that differ within one, and for heads that are hidden.
+
+    >>> from helmscope import record
+    >>> from helmscope.models.bundled_models import validation_contexts
+    >>> found = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:128], groups=2)
+    >>> len(found), found[0].outputs.shape[1:]
+    (2, torch.Size([6, 32]))
+    """
+    if not isinstance(recording, Recording):
+        raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording of a model")
+    for name, value in (("groups", groups), ("least", least)):
+        check_integer(name, value, at_least=4 if name == "least" else 1)
+    ids = torch.as_tensor(contexts, device="cpu")
+    runner = recording.runner
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = prepare_inputs(runner.model, inputs, recording.tokenizer, truncate=False)
+    chosen = _choose(ids.cpu().numpy(), batch.counted, groups, least, first_position, seed)
+    if not chosen:
+        raise HelmscopeError(
+            f"contexts has no word at the same position in {least} of its {len(ids)} texts: pass more, or lower least"
+        )
+    collector = _Collector(chosen)
+    other = replace(recording, runner=replace(runner, batch=batch))
+    reason = other.refusal(collector)
+    if reason is not None:
+        raise HelmscopeError(reason)
+    collector.start(ReplayPlan(range(1), "layer", [0], "prompt", len(batch), batch.identities))
+    report = check_progress(progress)
+    feed = _FirstLayer(other, [collector], HEADS_NEED)
+    for begin in range(0, len(batch), runner.batch_size):
+        rows = slice(begin, min(begin + runner.batch_size, len(batch)))
+        with suppress(_LayerDone):
+            other.runner.forward(feed, rows=rows)
+        report(rows.stop / len(batch))
+    return collector.made()
+
+
+def context_noise(
+    source: Recording | list[ContextGroup], contexts: Any = None, *, seed: int = 0, **options: Any
+) -> xr.Dataset:
+    """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
+    heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
+
+    ``source`` is a recording of the model, with ``contexts`` and ``options`` as for ``context_groups``, or its groups.
+    Of the model only layer 0 is run, once for all contexts.
+
+    >>> from helmscope import record
+    >>> from helmscope.models.bundled_models import validation_contexts
+    >>> measured = context_noise(record("A", ["Once upon a time"]), validation_contexts()[:128], groups=2)
+    >>> measured.slope.dims
+    ('group',)
+    """
+    if isinstance(source, Recording):
+        source = context_groups(source, contexts, seed=seed, **options)
+    rows = [_measured(group, seed, number) for number, group in enumerate(source)]
+    data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
+    coords = {
+        "group": np.arange(len(rows)),
+        "token_id": ("group", np.array([group.token for group in source])),
+        "position": ("group", np.array([group.position for group in source])),
+    }
+    measured = xr.Dataset(data, coords).assign_attrs(extra_forwards="layer 0 once for all contexts")
+    return check_replicates(described(measured, NAMES), "group")
+
+
+def covariance_fit(known: tuple[Tensor, Tensor], held_out: Float[Tensor, "d d"]) -> tuple[float, float, float]:
+    """Regression of a held-out Sigma_C on Sigma_A, given (Sigma_C, Sigma_A) of the other contexts: the slope on
+    held-out contexts, the held-out R^2 of the slope that the others give, and R^2 corrected for the number of contexts.
+    NaN if Sigma_A is 0.
+
+    >>> sigma = torch.diag(torch.tensor([1.0, 2.0]))
+    >>> covariance_fit((2 * sigma, sigma), 2 * sigma)
+    (2.0, 1.0, 1.0)
+    """
+    other, sampling = known
+    size = float((sampling * sampling).sum())
+    if not size > 0:
+        return (float("nan"),) * 3
+    slope = float((held_out * sampling).sum()) / size
+    fitted = float((other * sampling).sum()) / size
+    spread = float((held_out - held_out.mean()).square().sum())
+    r_squared = 1 - float((held_out - fitted * sampling).square().sum()) / spread if spread > 0 else float("nan")
+    product = float((held_out * other).sum())
+    corrected = slope * fitted * size / product if product > 0 else float("nan")
+    return slope, r_squared, corrected
+
+
+@full_precision
+def _measured(group: ContextGroup, seed: int, number: int) -> dict[str, float]:
+    outputs = group.outputs
+    halves = [group.sigma_of(outputs[k::2]) for k in (0, 1)]
+    sampling = [group.sigma_sampling(each) for each in group.covariances]
+    fits = [covariance_fit((halves[k], sampling[k]), halves[1 - k]) for k in (0, 1)]
+    slope, r_squared, corrected = (float(np.mean(each)) for each in zip(*fits, strict=True))
+    whole = group.sigma_of(outputs)
+    trace = float(whole.trace())
+    per_head = outputs - outputs.mean(0)
+    gram = group.writes.mT @ group.writes
+    heads = float(torch.einsum("chs,hst,cht->", per_head, gram, per_head)) / (2 * (len(outputs) - 1))
+    source = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(number,))))
+    distance, null = _normal_distances(group.increments(outputs).numpy(), source)
+    some = trace > 0
+    return {
+        "slope": slope,
+        "r_squared": r_squared,
+        "r_squared_of_means": corrected,
+        "nu_context": trace / group.dim,
+        "nu_sampling": float(sum(each.trace() for each in sampling)) / 2 / group.dim,
+        "nu_random_values": group.random_trace / group.dim,
+        "cross_head_share": (trace - heads) / trace if some else float("nan"),
+        "cross_token_share": (trace - group.key_traces / 2) / trace if some else float("nan"),
+        "normal_distance": distance,
+        "normal_distance_null": null,
+        "effective_keys": group.effective_keys,
+        "members": float(len(outputs)),
+    }
+
+
+@full_precision
+def _normal_distances(increments: np.ndarray, source: np.random.Generator) -> tuple[float, float]:
+    """The mean Kolmogorov distance over random directions, and that of normal samples of the same size."""
+    directions = source.standard_normal((increments.shape[1], DIRECTIONS))
+    projected = increments @ directions
+    return kolmogorov_distance(projected), kolmogorov_distance(source.standard_normal((len(increments), NULL_SAMPLES)))
+
+
+def kolmogorov_distance(samples: NDArray[np.float64]) -> float:
+    """The mean over columns of the Kolmogorov distance from N(0, 1) of samples standardized by their own mean and
+    standard deviation; NaN for columns without spread.
+
+    >>> round(kolmogorov_distance(np.array([[-1.0], [1.0]])), 4)
+    0.2602
+    """
+    from scipy.special import ndtr
+
+    spread = samples.std(0, ddof=1)
+    usable = spread > 0
+    if not usable.any():
+        return float("nan")
+    standard = np.sort((samples[:, usable] - samples[:, usable].mean(0)) / spread[usable], axis=0)
+    levels = np.arange(len(samples) + 1)[:, None] / len(samples)
+    expected = ndtr(standard)
+    return float(np.maximum(levels[1:] - expected, expected - levels[:-1]).max(0).mean())
+
+
+def _choose(
+    ids: np.ndarray, counted: Tensor | None, groups: int, least: int, first_position: int, seed: int
+) -> dict[tuple[int, int], list[int]]:
+    """The contexts of some groups, by (token, position)."""
+    found: dict[tuple[int, int], list[int]] = {}
+    counts = np.ones(ids.shape, dtype=bool) if counted is None else counted.cpu().numpy().astype(bool)
+    for row, line in enumerate(ids):
+        for position in range(first_position, len(line)):
+            if counts[row, position]:
+                found.setdefault((int(line[position]), position), []).append(row)
+    usable = sorted(key for key, members in found.items() if len(members) >= least)
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(usable))[:groups]
+    return {usable[k]: found[usable[k]] for k in sorted(order)}
+
+
+class _LayerDone(Exception):
+    """Ends a forward after layer 0."""
+
+
+class _FirstLayer(InstrumentFeed):
+    """Feeds layer 0 only, and ends the forward when the next layer begins."""
+
+    def state(self, site: Site, layer: int, value: Tensor) -> None:
+        """Collect a state or a write of layer 0."""
+        if layer > 0:
+            raise _LayerDone
+        super().state(site, layer, value)
+
+
+class _Sums:
+    """Running sums of one group: members, outputs, covariances by half, and moments of what each key contributes."""
+
+    def __init__(self, token: int, position: int) -> None:
+        self.token, self.position = token, position
+        self.outputs: list[Tensor] = []
+        self.covariances: list[list[Tensor]] = [[], []]
+        self.key_sum: Tensor | None = None
+        self.key_squares = 0.0
+        self.keys: list[float] = []
+        self.random_traces: list[float] = []
+        self.state: Tensor | None = None
+        self.writes: Tensor | None = None
+        self.first: tuple[Tensor, Tensor] | None = None
+        self.dim = 0
+
+    @full_precision
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        """One context: its weights (heads, n) and values (heads, n, s)."""
+        assert self.writes is not None
+        mean = torch.einsum("hn,hns->hs", rows, values)
+        deviation = values - mean.unsqueeze(1)
+        half = self.covariances[len(self.outputs) % 2]
+        covariance = (rows.unsqueeze(-1) * deviation).mT @ deviation
+        half[:] = [covariance if not half else half[0] + covariance]
+        self.outputs.append(mean)
+        each = torch.einsum("hn,hns,hds->nd", rows, values, self.writes)
+        self.key_sum = each if self.key_sum is None else self.key_sum + each
+        self.key_squares += float(each.square().sum())
+        spread = ((self.writes @ deviation.mT) ** 2).sum(1)  # |W_O (v_j - m)|^2, (heads, n)
+        self.random_traces.append(float((rows**2 * spread).sum()) / 2)
+        self.keys.append(float(effective_keys(rows.unsqueeze(-2).expand(-1, rows.shape[-1], -1))[:, 0].mean()))
+        self.first = self.first or (rows, values)
+
+    def made(self) -> ContextGroup:
+        """The group of all contexts."""
+        assert self.key_sum is not None
+        assert self.writes is not None
+        count = len(self.outputs)
+        halves = [half[0] / len(self.outputs[k::2]) for k, half in enumerate(self.covariances)]
+        key_traces = (self.key_squares - float(self.key_sum.square().sum()) / count) / (count - 1)
+        outputs, covariances = torch.stack(self.outputs), torch.stack(halves)
+        means = float(np.mean(self.random_traces)), float(np.mean(self.keys))
+        place = self.token, self.position, self.dim
+        return ContextGroup(*place, outputs, self.writes, covariances, key_traces, *means, self.first)
+
+
+class _Collector(Instrument):
+    """Collects the groups from layer 0."""
+
+    name = "context_noise"
+    needs = HEADS_NEED
+
+    def __init__(self, chosen: dict[tuple[int, int], list[int]]) -> None:
+        self.groups = {key: _Sums(*key) for key in chosen}
+        self.wanted: dict[int, list[tuple[int, int]]] = {}
+        for key, members in chosen.items():
+            for row in members:
+                self.wanted.setdefault(row, []).append(key)
+
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        """Adds the contexts of a chunk to their groups."""
+        spaces = TangentSpaces.of(context, tensors)
+        kernel, values, output = (part.cpu() for part in with_heads(tensors))
+        output = centered_output(output.double(), centered=context.centered)
+        for local, row in enumerate(range(context.rows.start, context.rows.stop)):
+            wide = values[local].double()
+            for key in self.wanted.get(row, []):
+                sums, position = self.groups[key], key[1]
+                state = tensors.state[local, position].cpu()
+                if sums.state is None:
+                    self._begin(sums, spaces, local, position, output)
+                    sums.state = state
+                elif float((state - sums.state).abs().max()) > 1e-4 * float(sums.state.abs().max()):
+                    raise HelmscopeError(
+                        f"state of token {key[0]} at position {position} differs between contexts before layer 0, but "
+                        "it must depend on word and position only"
+                    )
+                sums.add(kernel[local, :, position].double(), wide)
+        self.keep(context, {"rows": torch.ones(context.rows.stop - context.rows.start, device="cpu")})
+
+    @full_precision
+    def _begin(self, sums: _Sums, spaces: TangentSpaces, local: int, position: int, output: Tensor) -> None:
+        """The tangential output matrices at the state of a group, over its length."""
+        x = spaces.x[local, position].cpu().double()
+        radius = float(spaces.radius[local, position])
+        along = torch.einsum("d,hds->hs", x, output)
+        sums.writes = (output - x[:, None] * along.unsqueeze(1)) / radius
+        sums.dim = spaces.dim
+
+    def made(self) -> list[ContextGroup]:
+        """The groups in order."""
+        return [sums.made() for sums in self.groups.values()]

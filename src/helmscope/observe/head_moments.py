@@ -1,0 +1,279 @@
+"""Means and variances of what attention heads write, on the tangent space of each token, from Gram matrices.
+
+A head with weights P_ij, values v_j and output matrix W_O writes W_O m_i, m_i = sum_j P_ij v_j. At a state y_i of
+direction x_i and length |y_i|, with T_i the projector to the tangent space at x_i (orthogonal to x_i and, where norms
+remove the mean over coordinates, to 1),
+
+    tr(T W_O Cov W_O^T T) = tr(G Cov) - g^T Cov g,    G = W_O^T C W_O,    g = W_O^T x,
+
+so that no d x d matrix is formed: the costs are those of the attention weights. Everything is divided by |y_i|, or
+|y_i|^2: the direction of a residual stream moves by T f / |y| [Helmholtz Transformer, no. 1].
+
+A row that sums to less than 1 leaves its rest to a key of value 0, the sink of some families; a row that sums to more,
+as in USA, has a drift but no sampling covariance: NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.kernel import ROW_SUM_TOLERANCE, check_kernel
+from helmscope.types import HelmscopeError, Needs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.types import AttentionTensors, ReplayContext
+
+HEADS_NEED = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
+
+
+@dataclass(frozen=True, eq=False)
+class TangentSpaces:
+    """The tangent space at the direction of each token, of dimension d - 1, or d - 2 if ``centered``.
+
+    >>> TangentSpaces(torch.tensor([[[1.0, 0.0]]]), torch.ones(1, 1), False).project(torch.ones(1, 1, 2))
+    tensor([[[0., 1.]]])
+    """
+
+    x: Float[Tensor, "rows n d"]
+    radius: Float[Tensor, "rows n"]
+    centered: bool
+
+    @classmethod
+    def of(cls, context: ReplayContext, tensors: AttentionTensors) -> TangentSpaces:
+        """The tangent spaces of the states that a half reads; raises HelmscopeError if one is not finite, with the
+        number of its text and token.
+
+        >>> from helmscope.types import AttentionTensors, Half, ReplayContext
+        >>> x = torch.eye(3).expand(1, 3, 3)
+        >>> context = ReplayContext(0, Half.ATTENTION, 0.0, slice(0, 1))
+        >>> TangentSpaces.of(context, AttentionTensors(2 * x, x)).radius
+        tensor([[2., 2., 2.]])
+        """
+        counts = torch.ones_like(tensors.state[..., 0]) if context.weights is None else context.weights
+        bad = (~torch.isfinite(tensors.state).all(-1) & (counts > 0)).nonzero()
+        if len(bad):
+            text, token = bad[0].tolist()
+            raise HelmscopeError(
+                f"state of text {context.rows.start + text} has a value that is not finite at token {token} in layer "
+                f"{context.layer}, but every state must be finite"
+            )
+        return cls(tensors.direction, tensors.radius, context.centered)
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the tangent spaces."""
+        return self.x.shape[-1] - (2 if self.centered else 1)
+
+    def project(self, vectors: Float[Tensor, "rows n d"]) -> Float[Tensor, "rows n d"]:
+        """The tangential parts of vectors.
+
+        >>> spaces = TangentSpaces(torch.tensor([[[0.6, -0.8, 0.2]]]), torch.ones(1, 1), True)
+        >>> spaces.project(torch.ones(1, 1, 3)).abs().max().item()
+        0.0
+        """
+        if self.centered:
+            vectors = vectors - vectors.mean(-1, keepdim=True)
+        return vectors - (self.x * vectors).sum(-1, keepdim=True) * self.x
+
+
+def centered_output(output: Float[Tensor, "heads d s"], *, centered: bool) -> Float[Tensor, "heads d s"]:
+    """The output matrices, without the mean over coordinates of what they write if norms remove it.
+
+    >>> centered_output(torch.tensor([[[1.0], [3.0]]]), centered=True).flatten()
+    tensor([-1.,  1.])
+    """
+    return output - output.mean(-2, keepdim=True) if centered else output
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMoments:
+    """Tangential moments of every head and token, divided by the radius |y| or its square, (rows, heads, n) each.
+
+    ``drift`` is |T W_O m|; ``sampling`` tr(T Cov_A T) and ``random`` tr(T Cov_B T) are the traces of the covariances of
+    modes A and B *without* their factor 1/2, and ``sampling_ambient`` that of mode A without the projector.
+    ``total_drift`` (rows, n) is the length of the tangential part of the whole write, biases included.
+    """
+
+    spaces: TangentSpaces
+    drift: Float[Tensor, "rows heads n"]
+    sampling: Float[Tensor, "rows heads n"]
+    sampling_ambient: Float[Tensor, "rows heads n"]
+    random: Float[Tensor, "rows heads n"]
+    total_drift: Float[Tensor, "rows n"]
+    has_heads: bool
+
+    @classmethod
+    def of(cls, context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
+        """The moments of a chunk; computed once for all instruments that use them.
+
+        >>> from helmscope.types import AttentionTensors, Half, ReplayContext
+        >>> x, half = torch.eye(2).expand(1, 2, 2), torch.full((1, 2, 2), 0.5)
+        >>> tensors = AttentionTensors(x, x, half, x, x, x, x / 2 + 0.5 * x.flip(-1), torch.eye(2))
+        >>> moments = HeadMoments.of(ReplayContext(0, Half.ATTENTION, 0.0, slice(0, 1)), tensors)
+        >>> moments.drift, moments.sampling  # the mean (1/2, 1/2), and values e1, e2 in the direction of the other
+        (tensor([[[0.5000, 0.5000]]]), tensor([[[0.2500, 0.2500]]]))
+        """
+        if tensors not in _KNOWN:
+            _KNOWN[tensors] = _moments(context, tensors)
+        return _KNOWN[tensors]
+
+    def dropped_heads(self, values: Float[Tensor, "rows heads ..."]) -> Tensor:
+        """Values without their axis of heads for a simulated field of a single head, else unchanged.
+
+        >>> one = torch.ones(1, 1, 2)
+        >>> HeadMoments(None, one, one, one, one, one[0], False).dropped_heads(one).shape
+        torch.Size([1, 2])
+        """
+        return values if self.has_heads else values.squeeze(1)
+
+
+_KNOWN: WeakKeyDictionary[AttentionTensors, HeadMoments] = WeakKeyDictionary()
+
+
+def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (rows, heads, n, n), values (rows, heads, n, s) and output matrices (heads, d, s), with an axis of heads
+    also for a single simulated head. Rows that sum to 1 up to single precision are normalized.
+
+    >>> from helmscope.types import AttentionTensors
+    >>> x = torch.eye(2).expand(1, 2, 2)
+    >>> [tuple(part.shape) for part in with_heads(AttentionTensors(x, x, x, x, x, x, x, torch.eye(2)))]
+    [(1, 1, 2, 2), (1, 1, 2, 2), (1, 2, 2)]
+    """
+    kernel, value, output = check_kernel(tensors.kernel), tensors.head_values, tensors.output
+    assert value is not None
+    assert output is not None
+    mass = kernel.sum(-1, keepdim=True)
+    # rows that sum to 1 up to the rounding of the model's softmax sum to 1
+    kernel = kernel / torch.where((mass - 1).abs() <= ROW_SUM_TOLERANCE, mass, 1.0)
+    if kernel.ndim == 3:
+        return kernel.unsqueeze(1), value.unsqueeze(1), output.unsqueeze(0)
+    return kernel, value.to(kernel), output.to(kernel)
+
+
+@full_precision
+def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
+    spaces = TangentSpaces.of(context, tensors)
+    kernel, value, raw = with_heads(tensors)
+    output = centered_output(raw, centered=context.centered)
+    g = torch.einsum("bnd,hds->bhns", spaces.x, output)
+    mass = kernel.sum(-1)
+    seen = torch.ones_like(mass[:, :1]) if context.visible is None else context.visible[:, None].to(mass)
+    # subtracting a common vector from the values avoids cancellation; the sink, of value 0, then has the value -shift
+    shift = (seen.unsqueeze(-1) * value).sum(-2, keepdim=True) / seen.sum(-1)[..., None, None]
+    moved = value - shift
+    rest = torch.where((1 - mass).abs() <= ROW_SUM_TOLERANCE, 0.0, 1 - mass)
+    sampled, mean = _Quadratic(moved, g, output), kernel @ moved
+    sink = _Quadratic(-shift, g, output)
+    about = mean - rest.unsqueeze(-1) * shift  # m - shift
+    second = sampled.ambient_mean(kernel) + rest * sink.squares, sampled.radial_mean(kernel) + rest * sink.along**2
+    first = _Quadratic(about, g, output).own()
+    ambient = second[0] - first[0]
+    raw_gram = ambient if not context.centered else _ambient_trace(kernel, moved, rest, shift, about, raw)
+    valid = rest >= 0
+    has_keys = mass > 0
+    per_radius = 1 / spaces.radius.unsqueeze(1)
+    rounding = 32 * torch.finfo(kernel.dtype).eps
+    unmoved = torch.einsum("bhij,bhj->bhi", kernel, _squares(value, raw))
+    floor = rounding * second[0] + rounding**2 * unmoved
+    random, random_floor = _random_trace(kernel, moved, mean, mass, g, output)
+    random_floor = rounding * random_floor + rounding**2 * unmoved * kernel.amax(-1)
+    length = torch.linalg.vector_norm(spaces.project(_write(tensors)), dim=-1)
+
+    def scaled(trace: Tensor, floor: Tensor) -> Tensor:
+        """A trace over |y|^2; 0 where it is rounding, as for equal values and rows of entropy 0."""
+        return torch.where(valid & has_keys, torch.where(trace > floor, trace, 0.0), torch.nan) * per_radius**2
+
+    return HeadMoments(
+        spaces,
+        torch.where(has_keys, _drift_lengths(spaces, about + shift, output), torch.nan) * per_radius,
+        scaled(ambient - (second[1] - first[1]), floor),
+        scaled(raw_gram, floor),
+        scaled(random, random_floor),
+        length / spaces.radius,
+        tensors.kernel is not None and tensors.kernel.ndim == 4,
+    )
+
+
+@full_precision
+def _drift_lengths(spaces: TangentSpaces, mean: Tensor, output: Tensor) -> Tensor:
+    """|T W_O m| of every head, one head at a time: the Gram form would lose half of the digits of a small drift."""
+    lengths = [
+        torch.linalg.vector_norm(spaces.project(mean[:, head] @ output[head].mT), dim=-1) for head in range(len(output))
+    ]
+    return torch.stack(lengths, 1)
+
+
+def _write(tensors: AttentionTensors) -> Tensor:
+    assert tensors.write is not None
+    return tensors.write
+
+
+class _Quadratic:
+    """v^T G v and g . v of vectors v in the space of a head, G = W_O^T W_O."""
+
+    def __init__(self, vectors: Tensor, g: Tensor, output: Tensor) -> None:
+        self.vectors, self.g, self.output = vectors, g, output
+
+    @property
+    def squares(self) -> Tensor:
+        """v^T G v, (rows, heads, vectors)."""
+        return _squares(self.vectors, self.output)
+
+    @property
+    def along(self) -> Tensor:
+        """g_i . v for one vector v per head, (rows, heads, n)."""
+        return (self.g * self.vectors).sum(-1)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """v_i^T G v_i and (g_i . v_i)^2 of one vector per token."""
+        return self.squares, self.along**2
+
+    @full_precision
+    def ambient_mean(self, weight: Tensor) -> Tensor:
+        """sum_j weight_ij v_j^T G v_j."""
+        return torch.einsum("bhij,bhj->bhi", weight, self.squares)
+
+    @full_precision
+    def radial_mean(self, weight: Tensor) -> Tensor:
+        """sum_j weight_ij (g_i . v_j)^2."""
+        return (weight * (self.g @ self.vectors.mT) ** 2).sum(-1)
+
+
+@full_precision
+def _squares(vectors: Tensor, output: Tensor) -> Tensor:
+    gram = torch.einsum("hds,hdt->hst", output, output)
+    return ((vectors @ gram) * vectors).sum(-1)
+
+
+@full_precision
+def _ambient_trace(kernel: Tensor, moved: Tensor, rest: Tensor, shift: Tensor, about: Tensor, raw: Tensor) -> Tensor:
+    """tr(W_O Cov W_O^T) with the mean over coordinates, for the diffusivity as printed."""
+    second = torch.einsum("bhij,bhj->bhi", kernel, _squares(moved, raw))
+    return second + rest * _squares(shift, raw) - _squares(about, raw)
+
+
+@full_precision
+def _random_trace(
+    kernel: Tensor, moved: Tensor, mean: Tensor, mass: Tensor, g: Tensor, output: Tensor
+) -> tuple[Tensor, Tensor]:
+    """tr(T [sum_j P_ij^2 (v_j - mean_i)(v_j - mean_i)^T] T) for each token, with the mean over its keys; and the size
+    of its terms.
+    """
+    square = kernel * kernel
+    center = mean / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
+    values, middle = _Quadratic(moved, g, output), _Quadratic(center, g, output)
+    linear = square @ moved
+    gram = torch.einsum("hds,hdt->hst", output, output)
+    cross = ((linear @ gram) * center).sum(-1) - (g * linear).sum(-1) * middle.along
+    power, (own, own_along) = square.sum(-1), middle.own()
+    ambient = values.ambient_mean(square)
+    trace = ambient - values.radial_mean(square) - 2 * cross + power * (own - own_along)
+    return trace, ambient + power * own
