@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from helmscope.fields.hodge_gaussian import gaussian_hodge_split as gaussian_hodge_split
     from helmscope.fields.hodge_gaussian import linear_hodge_split as linear_hodge_split
     from helmscope.fields.hodge_jacobian import jacobian_split as jacobian_split
+    from helmscope.fields.hodge_sphere import sphere_hodge_split as sphere_hodge_split
     from helmscope.fields.jacobian_algebra import JacobianAlgebra as JacobianAlgebra
     from helmscope.fields.jacobian_algebra import JacobianInvariants as JacobianInvariants
     from helmscope.fields.jacobian_algebra import jacobian_algebra as jacobian_algebra
-    from helmscope.fields.hodge_sphere import sphere_hodge_split as sphere_hodge_split
     from helmscope.fields.layerwise import LayerwiseField as LayerwiseField
     from helmscope.fields.lowrank import LowRank as LowRank
     from helmscope.fields.merge import MergedTokens as MergedTokens

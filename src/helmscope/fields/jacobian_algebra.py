@@ -15,8 +15,8 @@ For P J P with P = I - x x^T two products J x and J^T x suffice:
 
     tr (P J P)^2 = tr J^2 - 2 (J^T x).(J x) + (x^T J x)^2,    |P J P|^2 = |J|^2 - |J x|^2 - |J^T x|^2 + (x^T J x)^2.
 
-Weighted by a covariance C = Y^T Y, the share is that of C^(1/2) J C^(1/2): V W is replaced by V C W, and V V^T and W^T W
-by V C V^T and W^T C W. Time: O(h^2) per point, and O(h^2 d) once for each set of weights (or each C).
+Weighted by a covariance C = Y^T Y, the share is that of C^(1/2) J C^(1/2): V C W replaces V W, and V C V^T and W^T C W
+replace V V^T and W^T W. Time: O(h^2) per point, and O(h^2 d) once for each set of weights (or each C).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class JacobianAlgebra(ConciseRepr):
 
 
 def jacobian_algebra(
-    force: Force, *, like: Float[Tensor, "..."] | None = None, centered: bool = False
+    force: Force, *, like: Float[Tensor, ...] | None = None, centered: bool = False
 ) -> JacobianAlgebra:
     """The algebra of the Jacobians of an MLP (equations above), in the dtype and on the device of ``like``.
 

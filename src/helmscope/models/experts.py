@@ -100,6 +100,10 @@ class ForceAfterNorm:
         """The force as a function of x = normalized(z) / sqrt(d)."""
         return folded(self.force, self.norm, self.scale)
 
+    def unfolded(self) -> Any:
+        """The force as a function of the norm's output, with the residual multiplier."""
+        return folded(self.force, None, self.scale)
+
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 def streaming_instruments() -> list[Instrument]:
     """New instances of all instruments of this library that need no forward besides the replay.
 
-    Derivatives of the MLP, d of them at every token, are not included: use ``DriftAndSwirl()``.
-
     >>> [instrument.name for instrument in streaming_instruments()]
     ['kernel_statistics', 'drift_and_swirl']
     """
-    return [KernelStatistics(), DriftAndSwirl(derivatives=False)]
+    return [KernelStatistics(), DriftAndSwirl()]
 
 
 @shows_progress("measuring")
