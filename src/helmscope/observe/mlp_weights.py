@@ -19,6 +19,7 @@ Cost. O(h^2 d) per layer, no forward; gate sparsity takes one replay.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,13 @@ def gaussian_coherence(count: int, dim: int, *, seed: int = 0) -> float:
     >>> 0.9 < gaussian_coherence(100, 2) <= 1
     True
     """
+    return _gaussian_coherence(check_integer("count", count, at_least=2), check_integer("dim", dim, at_least=1), seed)
+
+
+@functools.cache
+def _gaussian_coherence(count: int, dim: int, seed: int) -> float:
     draw = torch.Generator(device="cpu").manual_seed(seed)
-    shape = (check_integer("count", count, at_least=2), check_integer("dim", dim, at_least=1))
-    rows = [torch.randn(shape, generator=draw, device="cpu") for _ in range(GAUSSIAN_DRAWS)]
+    rows = [torch.randn(count, dim, generator=draw, device="cpu") for _ in range(GAUSSIAN_DRAWS)]
     return sum(row_coherence(each)[0] for each in rows) / GAUSSIAN_DRAWS
 
 
