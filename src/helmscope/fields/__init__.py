@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from helmscope.fields.field import Field as Field
     from helmscope.fields.field import FunctionField as FunctionField
     from helmscope.fields.field import StateSpace as StateSpace
+    from helmscope.fields.gradient_fit import fit_gradient as fit_gradient
+    from helmscope.fields.gradient_fit import gradient_residual_share as gradient_residual_share
     from helmscope.fields.hardmax import Hardmax as Hardmax
     from helmscope.fields.helmholtz import HelmholtzSplit as HelmholtzSplit
     from helmscope.fields.helmholtz import helmholtz as helmholtz

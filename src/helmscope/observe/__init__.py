@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
     from helmscope.observe.mlp_jacobian import mlp_jacobian as mlp_jacobian
+    from helmscope.observe.mlp_projection import mlp_projection as mlp_projection
     from helmscope.observe.mlp_weights import GateSparsity as GateSparsity
     from helmscope.observe.mlp_weights import gate_sparsity as gate_sparsity
     from helmscope.observe.mlp_weights import gaussian_coherence as gaussian_coherence

@@ -151,8 +151,8 @@ def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray) -> str:
     share, weighted = (own.shares(name).mean(1) for name in ("swirl_index", "swirl_index_weighted"))
     sentences = [
         f"The share runs from {share.min():.3f} in layer {share.argmin()} to {share.max():.3f} in layer "
-        f"{share.argmax()}; weighted by the covariance of the tokens, from {weighted.min():.3f} to {weighted.max():.3f}. "
-        f"In untrained twins it is {twins.mean():.3f}."
+        f"{share.argmax()}; weighted by the covariance of the tokens, from {weighted.min():.3f} to "
+        f"{weighted.max():.3f}. In untrained twins it is {twins.mean():.3f}."
     ]
     name = f"swirl_fraction_as_printed_{UNIT_SPHERE}"
     if name in split:
