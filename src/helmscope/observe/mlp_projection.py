@@ -30,7 +30,9 @@ from helmscope.fields.gradient_fit import GradientBasis, Moments, fit_moments, r
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.observe.drift import unit_points
 from helmscope.observe.track import check_system, token_weights
-from helmscope.types import Instrument, Needs, check_integer, check_progress, type_with_article
+from helmscope.runs.bar import shows_progress
+from helmscope.types import Instrument, Needs, check_integer, type_with_article
+from helmscope.types.progress import check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from helmscope.fields.gradient_fit import Family, FittedGradient
     from helmscope.types import MlpTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 RIDGES = (1e-8, 1e-5, 1e-2)  # relative to fields of unit length
 
@@ -71,8 +74,7 @@ def mlp_projection(
         profiles.add(profile)
         for name, value in shares.items():
             columns[name].append(value)
-        if report is not None:
-            report(done / len(instrument.plan.layers))
+        report(done / len(instrument.plan.layers))
     measured = measured.drop_vars("sampled")
     for name, rows in columns.items():
         basis = "neurons' and quadratic potentials" if name == "swirl_bound" else "quadratic potentials"
