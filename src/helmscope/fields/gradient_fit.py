@@ -334,8 +334,11 @@ def gradient_residual_share(
 
 
 @full_precision
-def fit_moments(basis: GradientBasis, moments: Moments, ridge: float | None) -> FittedGradient:
-    """The best gradient given the moments; with a ridge of None, the best quadratic potential alone.
+def fit_moments(
+    basis: GradientBasis, moments: Moments, ridge: float | None, *, tolerance: float = 1e-13
+) -> FittedGradient:
+    """The best gradient given the moments; with a ridge of None, the best quadratic potential alone. Conjugate
+    gradients stop at a relative residual of ``tolerance``.
 
     >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
     >>> basis = GradientBasis.of(mlp, 1.0)
@@ -359,7 +362,7 @@ def fit_moments(basis: GradientBasis, moments: Moments, ridge: float | None) -> 
             return scaled @ c - explained(*moments.field_moments(c / length)) / length
 
         right = (moments.inner - explained(moment, total)) / length
-        coefficients = _conjugate_gradients(apply, right, factor) / length
+        coefficients = _conjugate_gradients(apply, right, factor, tolerance) / length
         first, whole = moments.field_moments(coefficients)
         moment, total = moment - first, total - whole
     return FittedGradient(basis, coefficients, moments.quadratic(moment), mean, total / moments.mass)
@@ -375,14 +378,14 @@ def root_mean_square(x: Float[Tensor, "points d"], weights: Float[Tensor, " poin
     return size if size > 0 else 1.0
 
 
-def _conjugate_gradients(apply: Any, right: Tensor, factor: Tensor) -> Tensor:
+def _conjugate_gradients(apply: Any, right: Tensor, factor: Tensor, tolerance: float) -> Tensor:
     """Solve apply(c) = right, preconditioned by the Cholesky factor of the part without elimination."""
     solution, rest = torch.zeros_like(right), right
     size = float(torch.linalg.vector_norm(right))
     preconditioned = torch.cholesky_solve(rest[:, None], factor)[:, 0]
     direction, product = preconditioned, float((rest * preconditioned).sum())
     for _ in range(ITERATIONS):
-        if not product > 0 or float(torch.linalg.vector_norm(rest)) <= 1e-13 * size:
+        if not product > 0 or float(torch.linalg.vector_norm(rest)) <= tolerance * size:
             break
         image = apply(direction)
         curvature = float((direction * image).sum())

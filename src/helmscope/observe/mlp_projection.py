@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 RIDGES = (1e-8, 1e-5, 1e-2)  # relative to fields of unit length
+TOLERANCE = 1e-6  # of the fits
 
 
 @shows_progress("projecting MLPs on gradients")
@@ -129,11 +130,14 @@ def _cross_validated(mlp: Any, prompts: list[tuple[Tensor, Tensor]], kept: int) 
     result = {name: np.full(len(prompts), np.nan) for name in ("swirl_bound", "swirl_bound_quadratic")}
     for half in (0, 1):
         first, second = data[half], data[half + 2]
-        errors = [float(second.left(fit_moments(basis, first.moments, ridge))[0].sum()) for ridge in RIDGES]
+        errors = [
+            float(second.left(fit_moments(basis, first.moments, ridge, tolerance=TOLERANCE))[0].sum())
+            for ridge in RIDGES
+        ]
         both = first.moments.plus(second.moments)
         fits = {"swirl_bound": RIDGES[int(np.argmin(errors))], "swirl_bound_quadratic": None}
         for name, ridge in fits.items():
-            fitted = fit_moments(basis, both, ridge)
+            fitted = fit_moments(basis, both, ridge, tolerance=TOLERANCE)
             for quarter in (1 - half, 3 - half):
                 sizes = [len(prompts[k][0]) for k in quarters[quarter]]
                 above, below = (torch.split(each, sizes) for each in data[quarter].left(fitted))
