@@ -367,7 +367,7 @@ def test_the_observables_of_a_simulation_serve(family):
     told = hs.kernel_statistics(recording)
     assert told.entropy.dims == (recording.layer_axis, recording.replicate, "head")
     assert told.entropy.mean(("head", "prompt")).values == pytest.approx(entropy.numpy(), abs=1e-5)
-    drift = hs.drift_and_swirl(recording, derivatives=False)
+    drift = hs.drift_and_swirl(recording)
     points = torch.nn.functional.normalize(recording.points(layer=1), dim=-1)
     force = recording.force(layer=1)(points).norm(dim=-1).mean()
     assert float(drift.force[1].mean()) == pytest.approx(float(force), rel=1e-5)

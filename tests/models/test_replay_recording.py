@@ -106,7 +106,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
     assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
     assert seen["drift_and_swirl"].attention_speed.dims == ("layer", "prompt")
     hs.kernel_statistics(recording)
-    hs.drift_and_swirl(recording, derivatives=False)
+    hs.drift_and_swirl(recording)
     assert len(calls) == 9
     assert recording.replay() == {}
     assert len(calls) == 9
@@ -128,7 +128,7 @@ def test_the_size_of_the_chunks_changes_nothing(family):
 def test_padding_is_neither_counted_nor_seen(family):
     """The values of a prompt do not depend on the other prompts of the batch."""
     model = tiny_model(family, dtype=F64)
-    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl(derivatives=False)
+    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
     recording = record(model, PADDED)
     together, told = recording.replay(*instruments), Everything(hs.types.Needs.ATTENTION)
     recording.replay(told)
@@ -227,7 +227,6 @@ def test_a_family_without_q_k_and_v_provides_everything_else():
     ("family", "said"),
     [
         ("olmo2", "system has an MLP without a norm before it in layer 0, but drift_and_swirl needs MLPs"),
-        ("mixtral", r"system has a MixtureOfExperts as force\(layer=0\), but drift and swirl need a plain MLP"),
     ],
 )
 def test_a_model_that_an_instrument_does_not_fit(family, said):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from helmscope.fields.field import Field as Field
     from helmscope.fields.field import FunctionField as FunctionField
     from helmscope.fields.field import StateSpace as StateSpace
+    from helmscope.fields.gradient_fit import fit_gradient as fit_gradient
+    from helmscope.fields.gradient_fit import gradient_residual_share as gradient_residual_share
     from helmscope.fields.hardmax import Hardmax as Hardmax
     from helmscope.fields.helmholtz import HelmholtzSplit as HelmholtzSplit
     from helmscope.fields.helmholtz import helmholtz as helmholtz
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from helmscope.fields.hodge_gaussian import linear_hodge_split as linear_hodge_split
     from helmscope.fields.hodge_jacobian import jacobian_split as jacobian_split
     from helmscope.fields.hodge_sphere import sphere_hodge_split as sphere_hodge_split
+    from helmscope.fields.jacobian_algebra import JacobianAlgebra as JacobianAlgebra
+    from helmscope.fields.jacobian_algebra import JacobianInvariants as JacobianInvariants
+    from helmscope.fields.jacobian_algebra import jacobian_algebra as jacobian_algebra
     from helmscope.fields.layerwise import LayerwiseField as LayerwiseField
     from helmscope.fields.lowrank import LowRank as LowRank
     from helmscope.fields.merge import MergedTokens as MergedTokens

@@ -95,6 +95,27 @@ class Force(Field):
         torch.Size([3])
         """
 
+    @property
+    @abstractmethod
+    def input_rows(self) -> tuple[Float[Tensor, "hidden dim"], ...]:
+        """The matrices whose rows the neurons read: (w_in,), or (w_gate, w_up).
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> [rows.shape for rows in mlp.input_rows]
+        [torch.Size([3, 2])]
+        """
+
+    @abstractmethod
+    def neuron_slopes(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch hidden"], ...]:
+        """The derivatives of the neurons along each of ``input_rows``, unchecked: the Jacobian of f is
+
+            Df = w_out sum_k diag(slopes_k) rows_k.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> [slope.shape for slope in mlp.neuron_slopes(torch.tensor([1.0, 1.0]))]
+        [torch.Size([3])]
+        """
+
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch d"]:
@@ -165,6 +186,15 @@ class MLP(Force):
         """s(w_in x + b_in), unchecked."""
         return self.activation(affine(x, self.w_in, self.b_in))
 
+    @property
+    def input_rows(self) -> tuple[Float[Tensor, "*batch hidden dim"], ...]:
+        """(w_in,)."""
+        return (self.w_in,)
+
+    def neuron_slopes(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch hidden"], ...]:
+        """(s'(w_in x + b_in),), unchecked."""
+        return (self.activation.slope(affine(x, self.w_in, self.b_in)),)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GatedMLP(Force):
@@ -204,6 +234,16 @@ class GatedMLP(Force):
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
         """s(w_gate x + b_gate) * (w_up x + b_up), unchecked."""
         return self.activation(affine(x, self.w_gate, self.b_gate)) * affine(x, self.w_up, self.b_up)
+
+    @property
+    def input_rows(self) -> tuple[Float[Tensor, "*batch hidden dim"], ...]:
+        """(w_gate, w_up)."""
+        return self.w_gate, self.w_up
+
+    def neuron_slopes(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch hidden"], ...]:
+        """(s'(g) t, s(g)) with g = w_gate x + b_gate and t = w_up x + b_up, unchecked."""
+        gate, up = affine(x, self.w_gate, self.b_gate), affine(x, self.w_up, self.b_up)
+        return self.activation.slope(gate) * up, self.activation(gate)
 
 
 def affine(

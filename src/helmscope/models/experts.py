@@ -48,6 +48,18 @@ class ClampedGatedMLP(Force):
         gate = affine(x, self.w_gate, self.b_gate).clamp(max=self.limit)
         return self.activation(gate) * (1 + affine(x, self.w_up, self.b_up).clamp(-self.limit, self.limit))
 
+    @property
+    def input_rows(self) -> tuple[Float[Tensor, "hidden dim"], ...]:
+        """(w_gate, w_up)."""
+        return self.w_gate, self.w_up
+
+    def neuron_slopes(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch hidden"], ...]:
+        """The derivatives along both rows, 0 where a clamp is active; without input checks."""
+        gate, up = affine(x, self.w_gate, self.b_gate), affine(x, self.w_up, self.b_up)
+        value = self.activation(gate.clamp(max=self.limit))
+        slope = torch.where(gate <= self.limit, self.activation.slope(gate), 0.0)
+        return slope * (1 + up.clamp(-self.limit, self.limit)), torch.where(up.abs() <= self.limit, value, 0.0)
+
 
 def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
     """Fold a norm and a residual multiplier ``scale`` into a force, which then acts on x = normalized(z) / sqrt(d).
@@ -87,6 +99,10 @@ class ForceAfterNorm:
     def folded(self) -> Any:
         """The force as a function of x = normalized(z) / sqrt(d)."""
         return folded(self.force, self.norm, self.scale)
+
+    def unfolded(self) -> Any:
+        """The force as a function of the norm's output, with the residual multiplier."""
+        return folded(self.force, None, self.scale)
 
 
 @dataclass(frozen=True, eq=False)

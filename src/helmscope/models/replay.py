@@ -205,12 +205,15 @@ class InstrumentFeed(Observer):
         if not self.needs.mlp_half:
             return
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
+        own = self.recording.forces[layer] if needs_force else None
         tensors = MlpTensors(
             state,
             self.direction(state),
             self.recording.force(layer=layer) if needs_force else None,
             self._points(layer, self._mlp["state"]) if needs_force else None,
             wide(write) if Needs.MLP_WRITE in self.needs else None,
+            unfolded=None if own is None else own.unfolded(),
+            norm=None if own is None else own.norm,
         )
         context = self.context(layer, Half.MLP, state)
         for instrument in self.instruments:

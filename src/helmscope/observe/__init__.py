@@ -88,6 +88,17 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
+    from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
+    from helmscope.observe.mlp_jacobian import mlp_jacobian as mlp_jacobian
+    from helmscope.observe.mlp_projection import mlp_projection as mlp_projection
+    from helmscope.observe.mlp_weights import GateSparsity as GateSparsity
+    from helmscope.observe.mlp_weights import gate_sparsity as gate_sparsity
+    from helmscope.observe.mlp_weights import gaussian_coherence as gaussian_coherence
+    from helmscope.observe.mlp_weights import mlp_weights as mlp_weights
+    from helmscope.observe.mlp_weights import neuron_alignment as neuron_alignment
+    from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
+    from helmscope.observe.mlp_weights import row_coherence as row_coherence
+    from helmscope.observe.mlp_weights import welch_bound as welch_bound
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet

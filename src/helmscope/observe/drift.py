@@ -1,13 +1,21 @@
-"""The action of the MLP on tokens: its drift, its potential and its swirl.
+"""The action of the MLP on tokens: its drift, its potential, its swirl and the trace of its Jacobian.
 
 For a force f = grad U + R + harmonic ([Helmholtz Transformer, no. 3]; ``helmholtz``) at unit vectors x, with Df = S + A
 its symmetric and antisymmetric parts:
 
-    tangential part P f,  radial part <x, f>,  swirl index |A|_F^2 / |Df|_F^2,
-    div_S(P f) = tr Df - x^T Df x - (d - 1) <x, f>.
+    tangential part P f,  radial part <x, f>,  energy V = -U,  swirl index |A|_F^2 / |Df|_F^2,
+    div_S(P f) = tr Df - x^T Df x - t <x, f>,  t the dimension of the tangent space.
 
-grad U and R depend on the weights, not on f alone: different weights that define the same f can have different ones.
-The swirl index depends only on f.
+After a LayerNorm tokens have mean 0 over their coordinates: they lie on S^(d-2), t = d - 2, P also removes the mean,
+and tr Df is there the trace on this space; otherwise they lie on S^(d-1) and t = d - 1.
+
+How to read it. grad U and R depend on the weights, not on f alone: different weights that define the same f can have
+different ones, and so can the coordinates (``mlp_parts``): ``unit_sphere`` (norm folded in) or ``norm_output``. The
+swirl index depends only on f; 0 is a gradient, 1 a rotation, and independent random weights give 1/2. A surface
+divergence below 0 means that the force gathers tokens around x.
+How it fails. A swirl index near 0.5 can belong to a force that is nearly a gradient where tokens are (see
+``mlp_projection``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
+Cost. One replay; O(h^2) per token for the Jacobian, no d x d matrix, and about as much for psi.
 """
 
 from __future__ import annotations
@@ -16,91 +24,167 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.helmholtz import helmholtz
-from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
-from helmscope.geometry.arithmetic import full_precision
-from helmscope.geometry.sphere import check_tokens, project
+from helmscope.geometry.sphere import check_tokens
+from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
+from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
+from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs
+from helmscope.types import HelmscopeError, Instrument, Needs, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
-    from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, System
+    from helmscope.observe.mlp_parts import Parts
+    from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, ReplayPlan, System
 
 
-LENGTHS = ("force", "tangential_speed", "gradient", "swirl", "harmonic", "attention_speed")
-BOUNDS = {**dict.fromkeys((*LENGTHS, "swirl_fraction_as_printed"), AT_LEAST_0), "swirl_index": SHARE}
+CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
+AXES = {"unit_sphere": "norm folded in: unit sphere", "norm_output": "norm not folded in: its output"}
+LABELS = {
+    "force": "length of the MLP's force",
+    "tangential_speed": "length of its tangential part",
+    "radial_force": "its radial part <x, f>",
+    "harmonic": "length of its constant part: b_out and constant neurons",
+    "trace": "trace of its Jacobian",
+    "swirl_index": "antisymmetric share of its Jacobian, |A|^2 / |Df|^2",
+    "surface_divergence": "surface divergence of its tangential part",
+    "attention_speed": "length of the tangential part of what attention writes",
+}
+for _coordinates, _text in AXES.items():
+    LABELS |= {
+        f"potential_{_coordinates}": f"potential U of the MLP ({_text})",
+        f"energy_{_coordinates}": f"energy V = -U of the MLP ({_text})",
+        f"gradient_{_coordinates}": f"|grad U| ({_text})",
+        f"swirl_{_coordinates}": f"|R|, the algebraic swirl ({_text})",
+        f"swirl_fraction_as_printed_{_coordinates}": f"sum |R|^2 / sum |f|^2, as printed ({_text})",
+    }
+EXPERT = {f"expert_{name}": f"{text}, by expert" for name, text in LABELS.items() if "as_printed" not in name}
+LABELS |= EXPERT | {"expert_weight": "mean routing weight of an expert"}
+SIGNED = ("radial_force", "trace", "surface_divergence", "potential_", "energy_")
+BOUNDS = {name: AT_LEAST_0 for name in LABELS if not any(part in name for part in SIGNED)}
+BOUNDS |= {"swirl_index": SHARE, "expert_swirl_index": SHARE}
 
 
 class DriftAndSwirl(Instrument):
     """Instrument: the MLP's force in each layer (at each time of a simulation), averaged over the tokens of each system
     by their weights.
 
-    ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
-    ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
-    of a system, which is not a fraction: it depends on the weights that define f and can exceed 1 [Helmholtz
-    Transformer, no. 3]. With ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and
-    ``surface_divergence`` div_S(P f), at the cost of d derivatives of f. Where there is attention also
+    ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic`` |f - grad U - R|, which is b_out
+    with the constant neurons; ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0), ``trace`` tr Df and
+    ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in) and norm_output (not
+    folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_C`` |grad U|, ``swirl_C`` |R|, and
+    ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system, which is not a fraction: it
+    depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3]. Where there is attention also
     ``attention_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of step size 1.
 
+    With ``per_token``, also ``token_potential_C`` and ``token_swirl_index`` along the axis ``token``, NaN at tokens of
+    weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME by expert
+    as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no token of a
+    system selects. The experts of gpt-oss have clamped neurons, whose potential is not defined: U, grad U and R are
+    left out.
+
     f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
-    state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP.
+    state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP, and for points
+    that are not finite, with their text, layer and token.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> run = integrate(turn, torch.eye(2).expand(3, 2, 2), times=[0.0])
-    >>> run.replay(DriftAndSwirl(derivatives=False))["drift_and_swirl"].tangential_speed.values.tolist()
+    >>> run.replay(DriftAndSwirl())["drift_and_swirl"].tangential_speed.values.tolist()
     [[1.0, 1.0, 1.0]]
     """
 
     name = "drift_and_swirl"
     needs = Needs.FORCE | Needs.ATTENTION_WRITE
 
-    def __init__(self, *, derivatives: bool = True) -> None:
-        if not isinstance(derivatives, bool):
-            raise HelmscopeError(f"derivatives is {derivatives!r}, but it must be True or False")
-        self.derivatives = derivatives
+    def __init__(self, *, per_token: bool = False) -> None:
+        if not isinstance(per_token, bool):
+            raise HelmscopeError(f"per_token is {per_token!r}, but it must be True or False")
+        self.per_token = per_token
+        self._prepared: dict[int, PreparedMLP | PreparedMixture] = {}
+        self._facts: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"DriftAndSwirl(derivatives={self.derivatives})"
+        return f"DriftAndSwirl(per_token={self.per_token})"
 
     def refusal(self, system: System) -> str | None:
-        """Why a system cannot be measured: only an MLP or a gated MLP has a potential, a mixture of experts has not."""
+        """Why a system cannot be measured: its forces must be MLPs or mixtures of them."""
         for layer in system.layers:
-            kind = type(system.force(layer=layer))
-            if not issubclass(kind, MLP | GatedMLP):
-                return f"system has a {kind.__name__} as force(layer={layer}), but drift and swirl need a plain MLP"
+            force = system.force(layer=layer)
+            if not isinstance(force, MLP | GatedMLP | ClampedGatedMLP | MixtureOfExperts):
+                return f"system has {type_with_article(force)} as force(layer={layer}), but {self.name} needs an MLP"
         return None
+
+    def start(self, plan: ReplayPlan) -> None:
+        """Start a new replay."""
+        super().start(plan)
+        self._prepared, self._facts = {}, {}
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the speed of the write of attention."""
         assert tensors.write is not None
-        speed = torch.linalg.vector_norm(project(tensors.direction, tensors.write), dim=-1)
+        x, write = tensors.direction, tensors.write
+        speed = torch.linalg.vector_norm(write - (x * write).sum(-1, keepdim=True) * x, dim=-1)
         speed = speed if context.step is None else speed / context.step
         self.keep(context, {"attention_speed": token_mean(speed, token_weights(tensors.state, context.weights))})
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the force at the inputs of the MLP."""
-        force, weights = tensors.force, token_weights(tensors.state, context.weights)
-        x = _unit_points(tensors.point, weights, name=f"points of layer {context.layer}")
-        quantities = _force_quantities(force, x)
-        if self.derivatives:
-            quantities |= _jacobian_quantities(force, x)
-        fraction = _ratio_of_squared_sums(quantities["swirl"], quantities["force"], weights)
-        means = {name: token_mean(value, weights) for name, value in quantities.items()}
-        self.keep(context, {**means, "swirl_fraction_as_printed": fraction})
+        weights = token_weights(tensors.state, context.weights)
+        x = unit_points(self, context, tensors.point, weights)
+        prepared, centered = prepared_force(self._prepared, context, tensors, x), is_centered(tensors.norm)
+        self._facts = {
+            "tangent_dimension": str(x.shape[-1] - 1 - centered),
+            "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
+            "norm_output: the output of the norm",
+        }
+        if isinstance(prepared, PreparedMixture):
+            self._facts["routing_weights"] = "frozen: their derivative is not part of the Jacobian"
+            parts = joined([prepared.at(cloud[None]) for cloud in x])
+            self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
+        else:
+            parts = prepared.at(x)
+        tokens = token_quantities(parts, x, centered=centered)
+        means = {name: token_mean(value, weights) for name, value in tokens.items()}
+        for name in parts.splits:
+            fraction = _ratio_of_squared_sums(tokens[f"swirl_{name}"], tokens["force"], weights)
+            means[f"swirl_fraction_as_printed_{name}"] = fraction
+        self.keep(context, means)
+        if self.per_token:
+            chosen = [name for name in tokens if name.startswith("potential_") or name == "swirl_index"]
+            values = {f"token_{name}": torch.where(weights > 0, tokens[name], torch.nan) for name in chosen}
+            self.keep(context, values, axes=("token",))
+
+    def _keep_experts(
+        self, context: ReplayContext, parts: Parts, x: Tensor, weights: Tensor, count: int, centered: bool
+    ) -> None:
+        """Records the quantities of every expert, weighted by its routing weight."""
+        columns: dict[str, Tensor] = {"expert_weight": x.new_zeros(len(x), count)}
+        for expert, (routed, own) in parts.experts.items():
+            columns["expert_weight"][:, expert] = token_mean(routed, weights)
+            both = weights * routed
+            for name, value in token_quantities(own, x, centered=centered).items():
+                column = columns.setdefault(f"expert_{name}", x.new_full((len(x), count), torch.nan))
+                column[:, expert] = token_mean(value, both)
+        self.keep(context, columns, axes=("expert",))
 
     def result(self) -> xr.Dataset:
         """The quantities of every layer and replicate."""
-        return with_bounds(super().result(), BOUNDS)
+        self._prepared = {}
+        measured = super().result()
+        for name in list(measured.data_vars):
+            if "potential_" in str(name) and not str(name).startswith("token_"):
+                measured[str(name).replace("potential_", "energy_")] = -measured[name]
+        for name, value in measured.data_vars.items():
+            value.attrs["long_name"] = LABELS.get(str(name).removeprefix("token_"), str(name))
+        measured.attrs |= self._facts
+        return with_bounds(measured, BOUNDS)
 
 
-def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
+def drift_and_swirl(system: System, *, per_token: bool = False) -> xr.Dataset:
     """Force, potential and swirl of a system's MLPs, with replicates: ``DriftAndSwirl`` by one replay.
 
     Arguments, quantities and errors are those of ``DriftAndSwirl``.
@@ -112,18 +196,74 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
     >>> measured.tangential_speed.values.round(6).tolist(), measured.swirl_index.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
-    instrument = DriftAndSwirl(derivatives=derivatives)
+    instrument = DriftAndSwirl(per_token=per_token)
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def _unit_points(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
+def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Tensor]:
+    """The quantities of each token at its unit vector x; ``centered`` after a LayerNorm.
+
+    >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+    >>> x = torch.eye(2)
+    >>> token_quantities(prepare(turn).at(x), x, centered=False)["radial_force"]
+    tensor([0., 0.])
+    """
+    f, inner = parts.force, (x * parts.force).sum(-1)
+    tangential = f - inner.unsqueeze(-1) * x - (f.mean(-1, keepdim=True) if centered else 0.0)
+    trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
+    vectors = {"force": f, "tangential_speed": tangential, "harmonic": parts.harmonic}
+    vectors |= {f"gradient_{name}": split.gradient for name, split in parts.splits.items()}
+    vectors |= {f"swirl_{name}": split.swirl for name, split in parts.splits.items()}
+    return {
+        **{name: torch.linalg.vector_norm(value, dim=-1) for name, value in vectors.items()},
+        **{f"potential_{name}": split.potential for name, split in parts.splits.items()},
+        "radial_force": inner,
+        "trace": parts.jacobian.trace,
+        "swirl_index": torch.where(parts.jacobian.squared_norm == 0, 0.0, parts.jacobian.antisymmetric_share),
+        "surface_divergence": trace - parts.radial_slope - (x.shape[-1] - 1 - centered) * inner,
+    }
+
+
+def prepared_force(
+    cache: dict[int, PreparedMLP | PreparedMixture], context: ReplayContext, tensors: MlpTensors, x: Tensor
+) -> PreparedMLP | PreparedMixture:
+    """The prepared force of a layer, from the cache if an earlier chunk left it there and memory allows.
+
+    >>> from helmscope.types import Half, MlpTensors, ReplayContext
+    >>> mlp, x, cache = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)[None], {}
+    >>> _ = prepared_force(cache, ReplayContext(3, Half.MLP, 0.0, slice(0, 1)), MlpTensors(x, x, mlp, x), x)
+    >>> list(cache)
+    [3]
+    """
+    if context.layer not in cache:
+        prepared = prepare(tensors.force, like=x, unfolded=tensors.unfolded, norm=tensors.norm)
+        numbers = 3 * len(prepared.algebra.rows) ** 2 if isinstance(prepared, PreparedMLP) else CACHED_NUMBERS
+        if numbers * (len(cache) + 1) > CACHED_NUMBERS:
+            cache.clear()
+        cache[context.layer] = prepared
+    return cache[context.layer]
+
+
+def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor | None, weights: Tensor) -> Tensor:
     """The points at which the force is evaluated, as unit vectors. Tokens of weight 0, such as padding, may have no
     direction: they are replaced by the first basis vector.
+
+    >>> from helmscope.types import Half, ReplayContext
+    >>> context = ReplayContext(0, Half.MLP, 0.0, slice(0, 1))
+    >>> unit_points(DriftAndSwirl(), context, torch.tensor([[[1.05, 0.0]]]), torch.ones(1, 1))
+    tensor([[[1., 0.]]])
     """
     assert points is not None
     axis = torch.zeros_like(points)
     axis[..., 0] = 1.0
     points = torch.where((weights > 0).unsqueeze(-1), points, axis)
+    broken = ~torch.isfinite(points).all(-1)
+    if bool(broken.any()):
+        row, token = (int(i) for i in broken.nonzero()[0])
+        raise HelmscopeError(
+            f"system has a state that is not finite, at {instrument.plan.replicate} {context.rows.start + row}, layer "
+            f"{context.layer}, token {token}, but {instrument.name} needs finite states"
+        )
     length = torch.linalg.vector_norm(points, dim=-1)
     if bool(((length - 1).abs() > 0.1).any()):
         raise HelmscopeError(
@@ -131,34 +271,7 @@ def _unit_points(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
             "but drift on a sphere needs a norm before it"
         )
     unit: Tensor = points / length.unsqueeze(-1)
-    return check_tokens(unit, name=name)
-
-
-def _force_quantities(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
-    """Quantities of each token that do not need derivatives."""
-    f, split = mlp(x), helmholtz(mlp)
-    vectors = {
-        "force": f,
-        "tangential_speed": project(x, f),
-        "gradient": split.gradient(x),
-        "swirl": split.swirl(x),
-        "harmonic": split.harmonic(x),
-    }
-    lengths = {name: torch.linalg.vector_norm(value, dim=-1) for name, value in vectors.items()}
-    return {**lengths, "radial_force": (x * f).sum(-1), "potential": split.potential(x)}
-
-
-@full_precision
-def _jacobian_quantities(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
-    """Quantities of each token that need Df, computed for one system at a time, since Df has n d^2 entries."""
-    index, divergence = [], []
-    for cloud in x:
-        split = jacobian_split(mlp.ambient, cloud)
-        index.append(split.swirl_index.nan_to_num(0.0))
-        radial = (cloud * (split.symmetric @ cloud.unsqueeze(-1)).squeeze(-1)).sum(-1)
-        inward = (cloud.shape[-1] - 1) * (cloud * mlp.ambient(cloud)).sum(-1)
-        divergence.append(split.symmetric.diagonal(dim1=-2, dim2=-1).sum(-1) - radial - inward)
-    return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
+    return check_tokens(unit, name=f"points of layer {context.layer}")
 
 
 def _ratio_of_squared_sums(numerator: Tensor, denominator: Tensor, weights: Tensor) -> Tensor:

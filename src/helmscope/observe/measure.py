@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 def streaming_instruments() -> list[Instrument]:
     """New instances of all instruments of this library that need no forward besides the replay.
 
-    Derivatives of the MLP, d of them at every token, are not included: use ``DriftAndSwirl()``.
-
     >>> [instrument.name for instrument in streaming_instruments()]
     ['kernel_statistics', 'attention_drift', 'attention_noise', 'drift_and_swirl']
     """
-    return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl(derivatives=False)]
+    return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl()]
 
 
 @shows_progress("measuring")

@@ -236,13 +236,15 @@ class _LayerView:
 
     def _mlp(self) -> MlpTensors:
         field, state = self.simulation.field, self._read_by_mlp()
-        point = force = None
+        point = force = unfolded = norm = None
         if Needs.FORCE in self.needs:
             force, point = self.simulation.force(layer=self.layer), state
+            unfolded = force
             if isinstance(field, Block) and isinstance(field.placement, PreNorm):
-                point = field.placement.norm(Half.MLP).direction(state)
+                unfolded, norm = field.mlp, field.placement.norm(Half.MLP)
+                point = norm.direction(state)
         write = self._write(Half.MLP, state) if Needs.MLP_WRITE in self.needs else None
-        return MlpTensors(state, Flow(field).direction(state), force, point, write)
+        return MlpTensors(state, Flow(field).direction(state), force, point, write, unfolded, norm)
 
     def _read_by_mlp(self) -> Tensor:
         field, state = self.simulation.field, self.state

@@ -221,8 +221,9 @@ class MlpTensors:
 
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors. ``force`` is the
     MLP as a field with its norm folded in, and ``point`` where it must be evaluated to reproduce the MLP's output: unit
-    vectors up to the epsilon of the norm. ``write`` is what the half adds to the state, before any projection to the
-    sphere. Tensors are valid only during the call.
+    vectors up to the epsilon of the norm. ``unfolded`` is the same MLP as a function of the output of that ``norm``,
+    with the weights that the model has (times its residual multiplier); ``norm`` is None where there is none. ``write``
+    is what the half adds to the state, before any projection to the sphere. Tensors are valid only during the call.
 
     >>> import torch
     >>> x = torch.eye(2).expand(1, 2, 2)
@@ -235,3 +236,5 @@ class MlpTensors:
     force: Any = None
     point: Float[Tensor, "rows n d"] | None = None
     write: Float[Tensor, "rows n d"] | None = None
+    unfolded: Any = None
+    norm: Any = None

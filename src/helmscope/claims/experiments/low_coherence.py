@@ -1,0 +1,193 @@
+"""low-coherence: W_in has rows of low coherence, W_out aligns with them, and aligned MLPs are more conservative."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+from scipy import stats
+
+from helmscope.claims.arm_statistics import choose_prompts
+from helmscope.claims.curves import curve
+from helmscope.claims.evidence import PremiseImpossible, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.mlp_shares import MlpShares
+from helmscope.claims.registry import TrialCase, experiment
+from helmscope.intervene.arms import Arm, AttentionMode
+from helmscope.models.bundled_models import is_bundled, sibling_history, training_history
+from helmscope.observe.mlp_jacobian import MlpJacobian
+from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
+
+if TYPE_CHECKING:
+    from helmscope.claims.evidence import Evidence
+    from helmscope.models.recording import Recording
+
+PERMUTED = 100  # permutations of the shares over layers and snapshots
+ONE_BLOCK = "all layers share the weights of one block, and one layer has no interval"
+
+
+@experiment("low-coherence", seconds={"model": 15})
+def low_coherence(case: TrialCase) -> Finding:
+    """Replicates are layers. Alignment: mean |cos(w_j, v_j)| minus its mean over permuted pairs. Rank correlation: of
+    alignment with 1 minus the antisymmetric share of the MLP's Jacobian; for A over the layers and training snapshots
+    of its sibling, for other models over their layers. Weights are those of the model, norms not folded in.
+    """
+    unmet = case.subject.unmet_premise("force", mlp=True)
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts, _ = choose_prompts(case.count(32, quick=8), case.subject, 1)
+    recording = case.subject.recording_of(prompts)
+    refused = recording.refusal(MlpJacobian())
+    if refused is not None:
+        return Finding.impossible(refused)
+    weights = _weights(recording, case)
+    shares = MlpShares.of(recording)
+    if not shares.writes:
+        return Finding.impossible("the MLPs write nothing, so that there is nothing for their rows to align with")
+    excess = _excess(weights)
+    ratio = _over_layers(weights.coherence_max / weights.coherence_gaussian)
+    if len({tuple(row) for row in np.stack([excess, ratio], -1).tolist()}) < 2 or len(excess) < 3:
+        return Finding.impossible(
+            f"{ONE_BLOCK}: alignment minus null {excess[0]:.3f}, coherence {ratio[0]:.2f} times Gaussian"
+        )
+    aligned, conservative, source = _alignment_and_share(case, weights, shares)
+    sparsity, coherence = _sparsity_and_coherence(case, weights, recording)
+    silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
+    return Finding(
+        evidence={
+            "alignment": Replicates(excess, "layers"),
+            "rank correlation": _rank_correlation(aligned, conservative),
+            "coherence": Replicates(ratio, "layers"),
+            "sparsity and coherence": _rank_correlation(sparsity, coherence),
+        },
+        controls={
+            "untrained twins": _twins(case, prompts),
+            "shares permuted over layers": _permuted(case, aligned, conservative),
+            "blocks that write nothing": _alignment_or_reason(silent, case),
+        },
+        described=_described(weights, aligned, conservative),
+        data=_curves(weights, shares),
+        remark=_remark(weights, source),
+        setting=f"weights of the model, {len(excess)} layers; Jacobians at the tokens of {len(prompts)} prompts",
+    )
+
+
+def _weights(recording: Recording, case: TrialCase) -> xr.Dataset:
+    return mlp_weights(recording, permutations=case.constant("permutations"), seed=case.seed_for(0))
+
+
+def _over_layers(values: xr.DataArray) -> np.ndarray:
+    """One value per layer; that of a mixture is the mean over its experts."""
+    return np.asarray((values.mean("expert") if "expert" in values.dims else values).values)
+
+
+def _excess(weights: xr.Dataset) -> np.ndarray:
+    return _over_layers(weights.alignment_absolute - weights.alignment_absolute_null)
+
+
+def _alignment_and_share(case: TrialCase, weights: xr.Dataset, shares: MlpShares) -> tuple[np.ndarray, np.ndarray, str]:
+    """Alignment and conservative share over (layer, snapshot), and where they come from."""
+    if case.subject.model == "A":
+        history = sibling_history()
+        share = 1 - history.swirl_index.mean("prompt")
+        tables = [np.asarray(each.transpose("layer", "step").values) for each in (abs(history.alignment), share)]
+        return tables[0], tables[1], f"{history.sizes['step']} snapshots of a sibling of A"
+    share_now = 1 - shares.shares("swirl_index").mean(1)
+    return _over_layers(weights.alignment_absolute)[:, None], share_now[:, None], "the layers of the trained model"
+
+
+def _sparsity_and_coherence(
+    case: TrialCase, weights: xr.Dataset, recording: Recording
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gate sparsity and coherence of W_in over (layer, snapshot)."""
+    if is_bundled(case.subject.model):
+        history = training_history(case.subject.model)
+        layers = "layer" if history.sizes["block"] == 1 else "block"
+        coherence = history.coherence_max.transpose("block", "step").values
+        sparsity = history.gate_sparsity.transpose("layer", "step").values
+        if layers == "block":
+            return np.asarray(sparsity), np.asarray(coherence)
+    now = gate_sparsity(recording).gate_sparsity.mean("prompt").values
+    return np.asarray(now)[:, None], _over_layers(weights.coherence_max)[:, None]
+
+
+def _rank_correlation(first: np.ndarray, second: np.ndarray) -> Replicates | PremiseImpossible:
+    """Spearman's correlation of two tables (layer, snapshot), as jackknife pseudo-values, one per layer."""
+    values = _pseudo_values(first, second)
+    if not np.isfinite(values).all():
+        return PremiseImpossible("one of the two does not vary, so that there is no rank correlation")
+    return Replicates(values, "layers")
+
+
+def _pseudo_values(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """n theta - (n - 1) theta_i for the correlation theta of all layers and theta_i without layer i; the Student
+    interval of their mean is the delete-one jackknife interval.
+    """
+    n = len(first)
+    kept = [np.arange(n), *(np.delete(np.arange(n), k) for k in range(n))]
+    whole, *without = (_spearman(first[rows].ravel(), second[rows].ravel()) for rows in kept)
+    return n * whole - (n - 1) * np.array(without)
+
+
+def _spearman(first: np.ndarray, second: np.ndarray) -> float:
+    ranks = [stats.rankdata(each) for each in (first, second)]
+    centered = [each - each.mean() for each in ranks]
+    size = np.sqrt((centered[0] ** 2).sum() * (centered[1] ** 2).sum())
+    return float((centered[0] * centered[1]).sum() / size) if size > 0 else float("nan")
+
+
+def _permuted(case: TrialCase, aligned: np.ndarray, share: np.ndarray) -> Replicates | PremiseImpossible:
+    """The rank correlation with shares permuted over layers and snapshots, the mean over permutations."""
+    draw = np.random.default_rng(case.seed_for(1))
+    shuffled = [draw.permutation(share.ravel()).reshape(share.shape) for _ in range(PERMUTED)]
+    values = np.mean([_pseudo_values(aligned, each) for each in shuffled], 0)
+    return Replicates(values, "layers") if np.isfinite(values).all() else PremiseImpossible("the shares do not vary")
+
+
+def _twins(case: TrialCase, prompts: tuple[object, ...]) -> Replicates:
+    """The alignment of untrained twins minus its null: one value per twin, the mean over its layers."""
+    recordings = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts[:1])
+    return Replicates([_excess(_weights(each, case)).mean() for each in recordings], "twins")
+
+
+def _alignment_or_reason(recording: Recording, case: TrialCase) -> Replicates | PremiseImpossible:
+    """The alignment of MLPs that write something."""
+    if not MlpShares.of(recording).writes:
+        return PremiseImpossible("MLPs that write nothing align with nothing")
+    return Replicates(_excess(_weights(recording, case)), "layers")
+
+
+def _described(weights: xr.Dataset, aligned: np.ndarray, share: np.ndarray) -> dict[str, Evidence]:
+    by_layer: dict[str, Evidence] = {
+        "mean cos of what a neuron reads and writes": Replicates(_over_layers(weights.alignment), "layers"),
+        "coherence over the Welch bound": Replicates(
+            _over_layers(weights.coherence_max / weights.welch_bound), "layers"
+        ),
+    }
+    if aligned.shape[1] > 2:
+        within = [_spearman(a, s) for a, s in zip(aligned, share, strict=True)]
+        by_layer["rank correlation over training, layer by layer"] = Replicates(within, "layers")
+        last = _rank_correlation(aligned[:, -1:], share[:, -1:])
+        by_layer["rank correlation over layers at the last snapshot"] = last
+    return by_layer
+
+
+def _curves(weights: xr.Dataset, shares: MlpShares) -> xr.Dataset:
+    """Conservative share by layer; the replicates are prompts."""
+    values = 1 - shares.shares("swirl_index")
+    label = "conservative share of the MLP's Jacobian"
+    return curve("conservative_share", values.T, {"layer": weights.layer.values.tolist()}, label=label, over="prompt")
+
+
+def _remark(weights: xr.Dataset, source: str) -> str:
+    largest, gaussian, welch = (
+        _over_layers(weights[name]) for name in ("coherence_max", "coherence_gaussian", "welch_bound")
+    )
+    cosine, null = _over_layers(weights.alignment_absolute), _over_layers(weights.alignment_absolute_null)
+    return (
+        f"The largest |cos| of two rows of W_in runs from {largest.min():.2f} to {largest.max():.2f}, against "
+        f"{gaussian.mean():.2f} for Gaussian rows and {welch.mean():.3f}, the Welch bound. The mean |cos(w, v)| runs "
+        f"from {cosine.min():.3f} to {cosine.max():.3f}, against {null.mean():.3f} for permuted pairs. The rank "
+        f"correlation is that of {source}."
+    )

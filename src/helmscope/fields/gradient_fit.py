@@ -1,0 +1,399 @@
+"""The gradient of a potential that fits the force of an MLP best at weighted points: least squares in a stated basis.
+
+The best gradient U = argmin E|f - grad U|^2 over a law of points is unique [Helmholtz Transformer, no. 3]. Here U is
+
+    ungated   sum_j a_j psi(z_j) + b_j (r_j.x) h_j(z_j),   z = v.x + c, r the part of w across v
+    gated     sum_j a_j psi(z_j) t_j + b_j Psi(z_j),       z = g.x + c, t = u.x + e
+
+plus any quadratic potential with its linear part, which contains the quadratics along v_j. h is the profile that solves
+h'' - z h' - h = -s for Gaussian points of the same size (``gaussian_hodge_split``); where it is not defined, h = s. The
+symmetric matrix S of the quadratic part solves the Lyapunov equation S C + C S = E[g x^T] + E[x g^T], with centered x
+and g, for whatever g the other potentials leave, so that it is eliminated; the equation for a and b that remains is
+solved by conjugate gradients. Inner products of fields are entrywise products (S_a^T S_b) o (U_a U_b^T), O(T h^2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.fields.hodge_gaussian import gaussian_hodge_split
+from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.types import HelmscopeError, type_with_article
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+ITERATIONS = 60  # of conjugate gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One gradient field per neuron, each the sum over atoms of a number at each token times a fixed vector.
+
+    >>> Family([(torch.ones(1, 2), torch.eye(2))]).combined(torch.tensor([1.0, 2.0]))
+    tensor([[1., 2.]])
+    """
+
+    atoms: Sequence[tuple[Float[Tensor, "tokens k"], Float[Tensor, "k d"]]]
+
+    def combined(self, coefficients: Float[Tensor, " k"]) -> Float[Tensor, "tokens d"]:
+        """The sum of the fields by coefficients, at each token.
+
+        >>> Family([(torch.ones(1, 2), 2 * torch.eye(2))]).combined(torch.ones(2))
+        tensor([[2., 2.]])
+        """
+        parts = [linear(numbers * coefficients, vectors) for numbers, vectors in self.atoms]
+        return torch.stack(parts).sum(0)
+
+    @full_precision
+    def gram(self, other: Family, weights: Float[Tensor, " tokens"]) -> Float[Tensor, "k l"]:
+        """The inner products of the fields with those of another family, over the weighted tokens.
+
+        >>> one = Family([(torch.ones(3, 2), torch.eye(2))])
+        >>> one.gram(one, torch.ones(3))
+        tensor([[3., 0.],
+                [0., 3.]])
+        """
+        return torch.stack(
+            [
+                ((weights[:, None] * numbers).mT @ others) * (vectors @ partners.mT)
+                for numbers, vectors in self.atoms
+                for others, partners in other.atoms
+            ]
+        ).sum(0)
+
+    def inner(self, f: Float[Tensor, "tokens d"], weights: Float[Tensor, " tokens"]) -> Float[Tensor, " k"]:
+        """The inner products of the fields with f.
+
+        >>> Family([(torch.ones(3, 2), torch.eye(2))]).inner(torch.ones(3, 2), torch.ones(3))
+        tensor([3., 3.])
+        """
+        parts = [(weights[:, None] * numbers * linear(f, vectors.mT)).sum(0) for numbers, vectors in self.atoms]
+        return torch.stack(parts).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientBasis:
+    """The potentials of the neurons of an MLP (see above), for tokens of root mean square ``size`` per coordinate.
+
+    >>> GradientBasis.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), size=1.0).profile
+    'Gaussian profile'
+    """
+
+    mlp: MLP | GatedMLP
+    size: float
+    split: Any
+    profile: str
+
+    @classmethod
+    def of(cls, mlp: MLP | GatedMLP, size: float) -> GradientBasis:
+        """The basis of an MLP.
+
+        >>> GradientBasis.of(GatedMLP(w_gate=torch.eye(2), w_up=torch.eye(2), w_out=torch.eye(2)), 1.0).profile
+        'none'
+        """
+        if isinstance(mlp, GatedMLP):
+            return cls(mlp, size, None, "none")
+        live = mlp.w_in.any(-1)
+        mlp = replace(
+            mlp, w_in=mlp.w_in[live], w_out=mlp.w_out[:, live], b_in=None if mlp.b_in is None else mlp.b_in[live]
+        )
+        try:
+            return cls(mlp, size, gaussian_hodge_split(replace(mlp, w_in=size * mlp.w_in)), "Gaussian profile")
+        except HelmscopeError:
+            return cls(mlp, size, None, "the activation itself")
+
+    def families(self, x: Float[Tensor, "tokens d"]) -> list[Family]:
+        """The gradient fields at tokens.
+
+        >>> basis = GradientBasis.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), size=1.0)
+        >>> [len(family.atoms) for family in basis.families(torch.ones(1, 2))]
+        [1, 2]
+        """
+        mlp = self.mlp
+        if isinstance(mlp, GatedMLP):
+            gate, up = mlp.w_gate.to(x), mlp.w_up.to(x)
+            z, t = affine(x, gate, mlp.b_gate), affine(x, up, mlp.b_up)
+            psi = mlp.activation.potential(z)
+            return [Family([(mlp.activation(z) * t, gate), (psi, up)]), Family([(psi, gate)])]
+        rows = mlp.w_in.to(x)
+        z = affine(x, rows, mlp.b_in)
+        s, squared = mlp.activation(z), rows.square().sum(-1, keepdim=True)
+        written = mlp.w_out.to(x).mT
+        across = written - (written * rows).sum(-1, keepdim=True) / squared * rows
+        height = linear(x, across.mT)
+        if self.split is None:
+            return [Family([(s, rows)]), Family([(s, across), (height * mlp.activation.slope(z), rows)])]
+        length = squared.sqrt()
+        directions = rows / length
+        y = (x / self.size).double()
+        along = linear(y, directions.double().mT)
+        index = torch.arange(len(rows), device=x.device).expand_as(along)
+        value, slope = (each.to(x) for each in self.split.profiles(along, index))
+        return [Family([(s, rows)]), Family([(value, across), (height / self.size * slope, directions)])]
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What a fit needs to know of weighted points, the sum over them; moments of disjoint sets are added.
+
+    >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+    >>> basis = GradientBasis.of(mlp, 1.0)
+    >>> float(Moments.of(basis.families(x), x, mlp.ambient(x), torch.ones(2)).mass)
+    2.0
+    """
+
+    mass: Tensor
+    x: Float[Tensor, " d"]
+    xx: Float[Tensor, "d d"]
+    f: Float[Tensor, " d"]
+    fx: Float[Tensor, "d d"]
+    gram: Float[Tensor, "k k"]
+    inner: Float[Tensor, " k"]
+    sums: Float[Tensor, " atoms"]
+    firsts: Float[Tensor, "atoms d"]
+    vectors: Float[Tensor, "atoms d"]
+    owner: Tensor  # the field to which each atom belongs
+
+    @staticmethod
+    @full_precision
+    def of(families: list[Family], x: Tensor, f: Tensor, weights: Tensor) -> Moments:
+        """The moments of points x with forces f, in float64.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+        >>> Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2)).gram.shape
+        torch.Size([4, 4])
+        """
+        weighted = weights[:, None] * x
+        gram = torch.cat([torch.cat([a.gram(b, weights) for b in families], 1) for a in families]).double()
+        inner = torch.cat([family.inner(f, weights) for family in families]).double()
+        sums, firsts, vectors, owner, start = [], [], [], [], 0
+        for family in families:
+            for numbers, rows in family.atoms:
+                sums.append((weights[:, None] * numbers).sum(0).double())
+                firsts.append((numbers.mT @ weighted).double())
+                vectors.append(rows.double())
+                owner.append(torch.arange(start, start + len(rows), device=x.device))
+            start += len(rows)
+        return Moments(
+            weights.double().sum(),
+            weighted.sum(0).double(),
+            (weighted.mT @ x).double(),
+            (weights[:, None] * f).sum(0).double(),
+            (f.mT @ weighted).double(),
+            gram,
+            inner,
+            torch.cat(sums),
+            torch.cat(firsts),
+            torch.cat(vectors),
+            torch.cat(owner),
+        )
+
+    def plus(self, other: Moments) -> Moments:
+        """The moments of both sets of points.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+        >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
+        >>> float(one.plus(one).mass)
+        4.0
+        """
+        names = ("mass", "x", "xx", "f", "fx", "gram", "inner", "sums", "firsts")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        mean = self.x / self.mass
+        value, axes = torch.linalg.eigh(self.xx - self.mass * mean * mean[:, None])
+        return value, axes
+
+    @full_precision
+    def quadratic(self, moment: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+        """The symmetric S that fits a field best, given its centered moment sum g (x - m)^T; 0 in directions in which
+        points do not differ.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
+        >>> one.quadratic(torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64)))[0]
+        tensor([1., 0.], dtype=torch.float64)
+        """
+        value, axes = self._spectrum
+        rotated, sums = axes.mT @ moment @ axes, value + value[:, None]
+        known = sums > 1e-10 * value[-1]
+        solved = torch.where(known, (rotated + rotated.mT) / torch.where(known, sums, 1.0), 0.0)
+        return axes @ solved @ axes.mT
+
+    @cached_property
+    def _centered(self) -> Float[Tensor, "atoms d"]:
+        return self.firsts - self.sums[:, None] * (self.x / self.mass)
+
+    @full_precision
+    def field_moments(self, coefficients: Float[Tensor, " k"]) -> tuple[Tensor, Tensor]:
+        """The centered moment and the sum of the field with these coefficients.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+        >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
+        >>> one.field_moments(torch.zeros(4, dtype=torch.float64))[1]
+        tensor([0., 0.], dtype=torch.float64)
+        """
+        scaled = coefficients[self.owner, None] * self.vectors
+        return scaled.mT @ self._centered, scaled.mT @ self.sums
+
+    @full_precision
+    def with_affine(self, symmetric: Float[Tensor, "d d"], constant: Float[Tensor, " d"]) -> Float[Tensor, " k"]:
+        """The inner products of the fields with S (x - m) + b.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+        >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
+        >>> one.with_affine(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+        tensor([0., 0., 0., 0.], dtype=torch.float64)
+        """
+        atoms = (self.vectors @ symmetric * self._centered).sum(-1) + self.sums * (self.vectors @ constant)
+        return torch.zeros_like(self.inner).index_add(0, self.owner, atoms)
+
+
+@dataclass(frozen=True, eq=False)
+class FittedGradient:
+    """grad U = S (x - m) + b + the fields of the basis by their coefficients; made by ``fit_gradient``.
+
+    >>> still = MLP(w_in=torch.eye(2), w_out=torch.eye(2))
+    >>> fit_gradient(still, torch.eye(2)).at(torch.eye(2)).shape
+    torch.Size([2, 2])
+    """
+
+    basis: GradientBasis
+    coefficients: Float[Tensor, " k"]
+    symmetric: Float[Tensor, "d d"]
+    mean: Float[Tensor, " d"]
+    constant: Float[Tensor, " d"]
+
+    def at(self, x: Float[Tensor, "points d"], families: list[Family] | None = None) -> Float[Tensor, "points d"]:
+        """grad U at points; ``families`` are those of the basis there, if they are known.
+
+        >>> still, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+        >>> bool((fit_gradient(still, x).at(x) - still(x)).abs().max() < 1e-5)
+        True
+        """
+        families = self.basis.families(x) if families is None else families
+        total = linear(x - self.mean.to(x), self.symmetric.to(x)) + self.constant.to(x)
+        if not bool(self.coefficients.any()):
+            return total
+        pieces = torch.split(self.coefficients.to(x), len(self.coefficients) // len(families))
+        for family, coefficients in zip(families, pieces, strict=True):
+            total = total + family.combined(coefficients)
+        return total
+
+
+def fit_gradient(
+    mlp: MLP | GatedMLP,
+    x: Float[Tensor, "points d"],
+    weights: Float[Tensor, " points"] | None = None,
+    *,
+    ridge: float = 1e-8,
+) -> FittedGradient:
+    """The gradient of the basis above that fits the force of an MLP best at weighted points x.
+
+    ``ridge`` is added to the Gram matrix of the neurons' fields, each scaled to unit length. Raises HelmscopeError for
+    anything but an MLP or a GatedMLP.
+
+    >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+    >>> x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    >>> bool(fit_gradient(turn, x).at(x).norm() < turn(x).norm())
+    True
+    """
+    if not isinstance(mlp, MLP | GatedMLP):
+        raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP or a GatedMLP")
+    mass = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
+    basis = GradientBasis.of(mlp, root_mean_square(x, mass))
+    return fit_moments(basis, Moments.of(basis.families(x), x, mlp.ambient(x), mass), ridge)
+
+
+def gradient_residual_share(
+    mlp: MLP | GatedMLP, x: Float[Tensor, "points d"], weights: Float[Tensor, " points"] | None = None
+) -> float:
+    """The share of E|f|^2 that the basis leaves unexplained at the points on which it is fitted: for points that
+    represent a law, such as the nodes of a quadrature, an upper bound on its swirl share.
+
+    >>> draw = torch.Generator().manual_seed(0)
+    >>> x = torch.randn(2000, 2, generator=draw, dtype=torch.float64)
+    >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[1.0, -3.0], [3.0, 1.0]]))
+    >>> 0.5 < gradient_residual_share(turn, x) < 0.9
+    True
+    """
+    mass = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
+    f = mlp.ambient(x)
+    rest = f - fit_gradient(mlp, x, mass, ridge=1e-13).at(x)
+    return float((mass * rest.square().sum(-1)).sum() / (mass * f.square().sum(-1)).sum())
+
+
+@full_precision
+def fit_moments(
+    basis: GradientBasis, moments: Moments, ridge: float | None, *, tolerance: float = 1e-13
+) -> FittedGradient:
+    """The best gradient given the moments; with a ridge of None, the best quadratic potential alone. Conjugate
+    gradients stop at a relative residual of ``tolerance``.
+
+    >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
+    >>> basis = GradientBasis.of(mlp, 1.0)
+    >>> fit_moments(basis, Moments.of(basis.families(x), x, mlp.ambient(x), torch.ones(2)), None).coefficients
+    tensor([0., 0., 0., 0.], dtype=torch.float64)
+    """
+    mean = moments.x / moments.mass
+    moment, total = moments.fx - moments.f[:, None] * mean, moments.f
+    coefficients = torch.zeros_like(moments.inner)
+    if ridge is not None:
+        length = moments.gram.diagonal().clamp(min=0).sqrt()
+        length = torch.where(length > 0, length, 1.0)
+        scaled = moments.gram / length / length[:, None]
+        scaled.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky_ex(scaled)[0]
+
+        def explained(first: Tensor, whole: Tensor) -> Tensor:
+            return moments.with_affine(moments.quadratic(first), whole / moments.mass)
+
+        def apply(c: Tensor) -> Tensor:
+            return scaled @ c - explained(*moments.field_moments(c / length)) / length
+
+        right = (moments.inner - explained(moment, total)) / length
+        coefficients = _conjugate_gradients(apply, right, factor, tolerance) / length
+        first, whole = moments.field_moments(coefficients)
+        moment, total = moment - first, total - whole
+    return FittedGradient(basis, coefficients, moments.quadratic(moment), mean, total / moments.mass)
+
+
+def root_mean_square(x: Float[Tensor, "points d"], weights: Float[Tensor, " points"]) -> float:
+    """The root mean square of the coordinates of weighted points; 1 if they are all 0.
+
+    >>> root_mean_square(2 * torch.ones(3, 2), torch.ones(3))
+    2.0
+    """
+    size = math.sqrt(float((weights * x.square().mean(-1)).sum() / weights.sum()))
+    return size if size > 0 else 1.0
+
+
+def _conjugate_gradients(apply: Any, right: Tensor, factor: Tensor, tolerance: float) -> Tensor:
+    """Solve apply(c) = right, preconditioned by the Cholesky factor of the part without elimination."""
+    solution, rest = torch.zeros_like(right), right
+    size = float(torch.linalg.vector_norm(right))
+    preconditioned = torch.cholesky_solve(rest[:, None], factor)[:, 0]
+    direction, product = preconditioned, float((rest * preconditioned).sum())
+    for _ in range(ITERATIONS):
+        if not product > 0 or float(torch.linalg.vector_norm(rest)) <= tolerance * size:
+            break
+        image = apply(direction)
+        curvature = float((direction * image).sum())
+        if not curvature > 0:  # singular to rounding: fields that the quadratic part replaces
+            break
+        step = product / curvature
+        solution, rest = solution + step * direction, rest - step * image
+        preconditioned = torch.cholesky_solve(rest[:, None], factor)[:, 0]
+        following = float((rest * preconditioned).sum())
+        direction, product = preconditioned + following / product * direction, following
+    return solution

@@ -1,0 +1,103 @@
+"""The trials of mlp-conservative and low-coherence: planted models, and small numbers by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from helmscope.claims.experiments import low_coherence
+from helmscope.claims.trial import try_claim
+from helmscope.models.subject import Subject
+from helmscope.types import Ruling
+
+S, R = Ruling.SUPPORTED, Ruling.REFUTED
+D, LAYERS = 16, 4
+ROWS = [[(7 * k + 3 * i * (k + 1)) % 60 for i in range(12)] for k in range(40)]
+
+
+def model(kind: str) -> GPT2LMHeadModel:
+    """A GPT-2 whose MLPs are gradients (W_out = W_in^T), rotated ones, silent, or as initialized; the norms before the
+    MLPs have no gain, so that folding them changes no angle."""
+    sizes = {"vocab_size": 64, "n_embd": D, "n_layer": LAYERS, "n_head": 2, "n_positions": 32}
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).eval()
+    turn = torch.block_diag(*[torch.tensor([[0.0, -1.0], [1.0, 0.0]])] * (D // 2))
+    with torch.no_grad():
+        for layer, block in enumerate(net.transformer.h):
+            written = block.mlp.c_fc.weight.T.clone()  # (hidden, d): what each neuron reads
+            if kind == "gradient":
+                block.mlp.c_proj.weight.copy_(written)
+            elif kind == "rotated":
+                block.mlp.c_proj.weight.copy_(written @ turn)
+            elif kind == "silent":
+                block.mlp.c_proj.weight.zero_()
+                block.mlp.c_proj.bias.zero_()
+            elif kind == "partly aligned":
+                share = (layer + 1) / LAYERS
+                block.mlp.c_proj.weight.mul_(1 - share).add_(share * written)
+    return net
+
+
+@pytest.fixture(params=["gradient", "rotated", "initialized", "silent"])
+def planted(request: pytest.FixtureRequest) -> Iterator[tuple[str, Subject]]:
+    with Subject(model(request.param), ROWS) as subject:
+        yield request.param, subject
+
+
+def test_planted_mlps_get_the_right_ruling(planted: tuple[str, Subject]) -> None:
+    kind, subject = planted
+    verdict = try_claim("mlp-conservative", quick=True, subject=subject).verdict
+    expected = {"gradient": S, "rotated": R, "initialized": R, "silent": Ruling.IMPOSSIBLE}[kind]
+    assert verdict.ruling is expected, verdict.sentence
+    if kind == "silent":
+        assert "write nothing" in verdict.sentence
+        return
+    assert verdict.interval is not None
+    assert verdict.interval.n == 32
+    assert all(control.as_expected for control in verdict.controls)
+    # S = W^T diag(slopes) W >= 0 turned by T has tr (T S)^2 = -tr (T S T^T) S <= 0: a share of 1/2 or more
+    bound = {"gradient": (0, 1e-6), "rotated": (0.5, 1), "initialized": (0.4, 0.6)}[kind]
+    assert bound[0] <= verdict.interval.estimate <= bound[1]
+
+
+def test_too_few_texts() -> None:
+    with Subject(model("gradient"), ROWS[:31]) as subject:
+        verdict = try_claim("mlp-conservative", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert "32 texts" in verdict.sentence
+
+
+def test_planted_alignment_is_found_and_its_absence_is_not() -> None:
+    rulings = {}
+    for kind in ("partly aligned", "initialized", "silent"):
+        with Subject(model(kind), ROWS) as subject:
+            rulings[kind] = try_claim("low-coherence", quick=True, subject=subject).verdict
+    assert rulings["partly aligned"].conditions[0].ruling is S
+    assert rulings["partly aligned"].conditions[1].interval.estimate == pytest.approx(1)
+    assert rulings["initialized"].conditions[0].ruling is not S
+    assert rulings["silent"].ruling is Ruling.IMPOSSIBLE
+    for kind in ("partly aligned", "initialized"):
+        assert all(control.as_expected for control in rulings[kind].controls), rulings[kind].sentence
+
+
+def test_one_block_for_all_layers_has_no_replicates() -> None:
+    with Subject("tied", ["Once upon a time there was a cat.", "One day, Tom saw a dog."], loops=3) as subject:
+        verdict = try_claim("low-coherence", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert "share the weights of one block" in verdict.sentence
+
+
+def test_the_rank_correlation_is_that_of_scipy_with_its_jackknife() -> None:
+    draw = np.random.default_rng(0)
+    first, second = draw.normal(size=(5, 3)), draw.normal(size=(5, 3))
+    whole = stats.spearmanr(first.ravel(), second.ravel()).statistic
+    without = [
+        stats.spearmanr(np.delete(first, k, 0).ravel(), np.delete(second, k, 0).ravel()).statistic for k in range(5)
+    ]
+    seen = low_coherence._pseudo_values(first, second)
+    assert seen == pytest.approx([5 * whole - 4 * each for each in without], rel=1e-12)

@@ -1,0 +1,189 @@
+"""The shares of the MLP's Jacobian, weights of MLPs and the projection share, on simulations and recordings, against
+loops over tokens with autograd."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.fields.activations import Identity, ReLU, Tanh
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.models.record import record
+from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share, mlp_jacobian
+from helmscope.observe.mlp_projection import mlp_projection
+from helmscope.observe.mlp_weights import (
+    GateSparsity,
+    gate_sparsity,
+    gaussian_coherence,
+    mlp_weights,
+    neuron_alignment,
+    permuted_alignment,
+    row_coherence,
+    welch_bound,
+)
+from support.model_families import inputs_of, tiny_model
+
+F64 = torch.float64
+DRAW = torch.Generator().manual_seed(1)
+D, HIDDEN = 4, 6
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=F64, generator=DRAW)
+
+
+PLAIN = MLP(w_in=normal(HIDDEN, D), w_out=normal(D, HIDDEN), b_in=normal(HIDDEN), activation=Tanh())
+GATED = GatedMLP(w_gate=normal(HIDDEN, D), w_up=normal(HIDDEN, D), w_out=normal(D, HIDDEN), b_up=normal(HIDDEN))
+X = hs.sphere.retract(normal(3, 5, D))
+MASK = torch.tensor([[True] * 5, [True, True, False, True, False], [False, True, True, True, True]])
+
+
+def share_of(matrix):
+    turning = sum((matrix[i, j] - matrix[j, i]).item() ** 2 / 4 for i in range(len(matrix)) for j in range(len(matrix)))
+    return turning / sum(entry.item() ** 2 for entry in matrix.flatten())
+
+
+@pytest.mark.parametrize("force", [PLAIN, GATED])
+def test_shares_are_the_loops_over_tokens(force):
+    seen = mlp_jacobian(hs.integrate(force, X, times=[0.0], mask=MASK))
+    for system in range(3):
+        tokens = [x for x, real in zip(X[system], MASK[system], strict=True) if real]
+        mean = sum(tokens) / len(tokens)
+        covariance = sum(torch.outer(x - mean, x - mean) for x in tokens) / len(tokens)
+        value, axes = torch.linalg.eigh(covariance)
+        root = axes @ torch.diag(value.clamp(min=0).sqrt()) @ axes.T
+        rows = []
+        for x in tokens:
+            jacobian = torch.autograd.functional.jacobian(force.ambient, x)
+            onto = torch.eye(D, dtype=F64) - torch.outer(x, x)
+            rows.append(
+                {
+                    "swirl_index": share_of(jacobian),
+                    "swirl_index_tangent": share_of(onto @ jacobian @ onto),
+                    "swirl_index_weighted": share_of(root @ jacobian @ root),
+                    "positive_trace_share": float(jacobian.trace() > 0),
+                    "weighted_trace": (jacobian @ covariance).trace().item(),
+                    "covariance_rank": min(len(tokens) - 1, D),
+                }
+            )
+        for name in rows[0]:
+            wanted = sum(row[name] for row in rows) / len(rows)
+            assert seen[name][0, system].item() == pytest.approx(wanted, rel=1e-10, abs=1e-12), name
+
+
+def test_identical_tokens_and_a_silent_mlp_have_no_share():
+    same = X[:1, :1].expand(1, 4, D)
+    seen = mlp_jacobian(hs.integrate(PLAIN, same, times=[0.0]))
+    assert math.isnan(seen.swirl_index_weighted.item())
+    assert seen.swirl_index.item() > 0
+    off = MLP(w_in=PLAIN.w_in, w_out=PLAIN.w_out, b_in=torch.full((HIDDEN,), -99.0, dtype=F64), activation=ReLU())
+    silent = mlp_jacobian(hs.integrate(off, X, times=[0.0]))
+    assert silent.swirl_index.isnull().all()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "gpt_oss"])
+def test_recordings_agree_with_their_force_and_chunks_do_not_matter(family):
+    model, ids = tiny_model(family, dtype=F64), inputs_of(family, batch=4)
+    recording = record(model, ids)
+    instruments = MlpJacobian(), GateSparsity()
+    seen, again = (record(model, ids, batch_size=size).replay(*instruments) for size in (4, 1))
+    for name, measured in seen.items():
+        for quantity, value in measured.data_vars.items():
+            np.testing.assert_allclose(again[name][quantity].values, value.values, rtol=1e-9, atol=1e-12)
+    points = hs.sphere.retract(recording.points(layer=1))
+    shares = antisymmetric_share(recording.force(layer=1), points).mean(-1)
+    assert seen["mlp_jacobian"].swirl_index[1].values == pytest.approx(shares.numpy(), rel=1e-9)
+    assert ("expert" in mlp_weights(recording).dims) == (family in ("mixtral", "gpt_oss"))
+
+
+def test_coherence_alignment_and_their_references():
+    rows = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 2.0]], dtype=F64)
+    largest, mean = row_coherence(rows)
+    assert (largest, mean) == pytest.approx((math.sqrt(0.5), 2 * math.sqrt(0.5) / 3), rel=1e-14)
+    assert all(math.isnan(value) for value in row_coherence(rows[2:]))
+    tight = torch.tensor([[math.cos(math.pi * k / 3), math.sin(math.pi * k / 3)] for k in range(3)], dtype=F64)
+    assert row_coherence(tight)[0] == pytest.approx(welch_bound(3, 2), rel=1e-14)
+    assert welch_bound(2, 3) == 0
+    assert welch_bound(100, 10) < gaussian_coherence(100, 10) < 1
+    dead = MLP(w_in=rows, w_out=normal(2, 4))
+    cosine = neuron_alignment(dead)
+    wanted = [
+        sum(a * b for a, b in zip(v, w, strict=True)) / math.hypot(*v) / math.hypot(*w) if any(v) else math.nan
+        for v, w in zip(rows.tolist(), dead.w_out.T.tolist(), strict=True)
+    ]
+    assert cosine.tolist() == pytest.approx(wanted, nan_ok=True, rel=1e-13)
+    null = permuted_alignment(PLAIN, permutations=4000, seed=0)
+    unit = [each / each.norm(dim=-1, keepdim=True) for each in (PLAIN.w_in, PLAIN.w_out.T)]
+    table = (unit[0] @ unit[1].T).abs()
+    assert null.mean().item() == pytest.approx(table.mean().item(), abs=4 * null.std().item() / math.sqrt(4000))
+    seen = mlp_weights(hs.integrate(dead, hs.sphere.retract(X[..., :2]), times=[0.0]))
+    assert (seen.dead_neurons.item(), seen.alignment.item()) == pytest.approx((1, cosine.nanmean().item()))
+
+
+def test_gates_below_a_threshold():
+    seen = gate_sparsity(hs.integrate(PLAIN, X, times=[0.0], mask=MASK), threshold=0.2, slope=0.5)
+    for system in range(3):
+        z = [PLAIN.w_in @ x + PLAIN.b_in for x, real in zip(X[system], MASK[system], strict=True) if real]
+        below = sum(float(v < 0.2) for token in z for v in token) / (HIDDEN * len(z))
+        closed = sum(float(1 - math.tanh(v) ** 2 < 0.5) for token in z for v in token) / (HIDDEN * len(z))
+        silent = sum(all(token[j] < 0.2 for token in z) for j in range(HIDDEN)) / HIDDEN
+        found = [seen[name][0, system].item() for name in ("gate_sparsity", "closed_share", "silent_share")]
+        assert found == pytest.approx([below, closed, silent])
+
+
+def test_weights_agree_with_the_training_history():
+    """Which another program measured, on the weights as they are in the model."""
+    recording = record("A", ["Once upon a time"])
+    history = hs.models.training_history("A").isel(step=-1)
+    seen = mlp_weights(recording, permutations=10)
+    for name in ("coherence_max", "coherence_mean", "alignment"):
+        np.testing.assert_allclose(seen[name], history[name], atol=2e-3)
+
+
+CLOUDS = hs.sphere.retract(normal(8, 60, 3))
+
+
+def test_the_projection_finds_a_gradient_and_a_rotated_one():
+    rows = normal(5, 3)
+    gradient = MLP(w_in=rows, w_out=rows.T * normal(5), b_in=normal(5), b_out=normal(3), activation=Tanh())
+    turn = torch.tensor([[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
+    rotated = MLP(w_in=rows, w_out=turn @ gradient.w_out, b_in=gradient.b_in, activation=Tanh())
+    shares = [mlp_projection(hs.integrate(f, CLOUDS, times=[0.0]), progress=False) for f in (gradient, rotated)]
+    assert shares[0].swirl_bound.max() < 1e-6
+    fitted = hs.fields.gradient_residual_share(rotated, CLOUDS.reshape(-1, 3))  # on the tokens of the fit
+    assert fitted < float(shares[1].swirl_bound.mean()) < 1.5 * fitted
+    assert float(shares[1].swirl_bound.min()) > 1e4 * float(shares[0].swirl_bound.max())
+    assert shares[0].swirl_bound.dims == ("time", "system")
+    few = mlp_projection(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, tokens=100, progress=False)
+    assert shares[0].swirl_bound.mean() < few.swirl_bound.mean() <= 1.2 * few.swirl_bound_quadratic.mean()
+
+
+def test_the_projection_of_a_rotation_is_all_swirl():
+    turn = MLP(w_in=torch.eye(2, dtype=F64), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=F64))
+    turn = MLP(w_in=turn.w_in, w_out=turn.w_out, activation=Identity())
+    circle = torch.linspace(0, 2 * math.pi, 65, dtype=F64)[:-1]
+    x = torch.stack([circle.cos(), circle.sin()], -1).expand(4, 64, 2)
+    assert mlp_projection(hs.integrate(turn, x, times=[0.0]), progress=False).swirl_bound.values == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: mlp_projection(hs.integrate(PLAIN, X, times=[0.0])),
+            "system has fewer than four systems, but mlp_proj",
+        ),
+        (lambda: mlp_weights(hs.integrate(hs.SA(1.0), X, times=[0.0])), r"system has no MLP: force\(layer=0\) is None"),
+        (lambda: row_coherence([1.0]), "rows is a list, but it must be a float tensor"),
+        (lambda: welch_bound(0, 2), "count is 0"),
+        (lambda: mlp_projection(record(tiny_model("mixtral"), inputs_of("mixtral", batch=4))), "a MixtureOfExperts as"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(call, said):
+    with pytest.raises(hs.HelmscopeError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
