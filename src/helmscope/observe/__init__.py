@@ -89,5 +89,6 @@ if TYPE_CHECKING:
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.track import track as track
+    from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

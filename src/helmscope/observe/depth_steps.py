@@ -31,14 +31,14 @@ from helmscope.models.recording import Recording
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, token_mean, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
-from helmscope.types import Half, HelmscopeError, check_progress
+from helmscope.types import Half, HelmscopeError, Trajectory, check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.types import System, Trajectory
+    from helmscope.types import System
     from helmscope.types.progress import ProgressOption
 
 LABELS = {
@@ -146,7 +146,6 @@ def _cosines(p: Tensor, q: Tensor, m: Tensor) -> dict[str, Tensor]:
 def token_weights_at(path: Trajectory, k: int) -> Float[Tensor, "batch n"]:
     """The weights of the tokens at the depth number k, in float64; 1 where the trajectory has none.
 
-    >>> from helmscope.types import Trajectory
     >>> token_weights_at(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2)), 0)
     tensor([[1., 1.]], dtype=torch.float64)
     """
@@ -204,7 +203,6 @@ def check_finite(path: Trajectory) -> Trajectory:
     """The trajectory, if the states of all tokens that count are finite; raises HelmscopeError that names the first
     prompt, depth and token where one is not.
 
-    >>> from helmscope.types import Trajectory
     >>> len(check_finite(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))).times)
     1
     """
