@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
     from helmscope.observe.density_overview import density_overview as density_overview
+    from helmscope.observe.depth_flow import depth_flow as depth_flow
     from helmscope.observe.depth_steps import depth_steps as depth_steps
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
