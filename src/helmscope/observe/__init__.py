@@ -68,7 +68,11 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import loss_under_edits as loss_under_edits
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.loss import token_loss as token_loss
+    from helmscope.observe.measure import FurtherMeasurement as FurtherMeasurement
+    from helmscope.observe.measure import further_measurements as further_measurements
     from helmscope.observe.measure import measure as measure
+    from helmscope.observe.measure import measurement_names as measurement_names
+    from helmscope.observe.measure import refusals as refusals
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density

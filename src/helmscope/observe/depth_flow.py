@@ -177,12 +177,12 @@ def _log_singular_values(images: Float[Tensor, "count batch d"]) -> Float[Tensor
 
 def _as_measurement(means: dict[str, Tensor], path: Trajectory, system: System) -> xr.Dataset:
     growth = means["growth"]
-    undefined = torch.full_like(growth[:1], torch.nan)
+    undefined = torch.full_like(growth.sum(0, keepdim=True), torch.nan)
     axes = {"direction": np.arange(growth.shape[-1])}
     over_depth = with_replicates({"growth": torch.cat([undefined, growth])}, path, axes)
     stretch = with_replicates({"stretch": means["square"].sqrt()}, path)
     duration = float(path.times[-1] - path.times[0])
-    single = {"exponent": growth.sum(0) / duration if duration > 0 else torch.full_like(growth[:1].sum(0), torch.nan)}
+    single = {"exponent": growth.sum(0) / duration if duration > 0 else undefined[0]}
     if "log_singular_value" in means:
         single["singular_value"] = means["log_singular_value"].exp()
     dims = (path.replicate, "direction")

@@ -108,6 +108,19 @@ def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     raise HelmscopeError(f"system is {type_with_article(system)}, but it must be a Recording or a Simulation")
 
 
+def refusal_of_flow(system: System) -> str | None:
+    """Why the flow of one token of a system cannot be differentiated, in one sentence; None if it can.
+
+    >>> refusal_of_flow(None)
+    'system is a NoneType, but it must be a Recording or a Simulation'
+    """
+    try:
+        frozen_token(system, torch.zeros(0, dtype=torch.long, device="cpu"))
+    except HelmscopeError as error:
+        return str(error)
+    return None
+
+
 class _Tangents(Observer):
     """Keeps the derivatives of the directions of one token of each text at every depth."""
 
@@ -122,7 +135,9 @@ class _Tangents(Observer):
         depth = depths.at(layer, site) - self.first
         if depth < 0 or (site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1):
             return
-        state, derivative = forward_mode.unpack_dual(_of_token(value, self.tokens[self.rows]))
+        state, derivative = forward_mode.unpack_dual(  # type: ignore[no-untyped-call]
+            _of_token(value, self.tokens[self.rows])
+        )
         if derivative is not None:
             self.found[depth, self.rows] = _of_direction(state, derivative, centered=self.anatomy.centered)
 
@@ -143,7 +158,8 @@ class _LastState(Observer):
 
 def _of_token(value: Tensor, tokens: Tensor) -> Tensor:
     """The rows (batch, d) of one token of each text."""
-    return value.gather(1, tokens.to(value.device).reshape(-1, 1, 1).expand(-1, 1, value.shape[-1])).squeeze(1)
+    row: Tensor = value.gather(1, tokens.to(value.device).reshape(-1, 1, 1).expand(-1, 1, value.shape[-1])).squeeze(1)
+    return row
 
 
 def _of_direction(y: Tensor, dy: Tensor, *, centered: bool) -> Tensor:
@@ -152,7 +168,8 @@ def _of_direction(y: Tensor, dy: Tensor, *, centered: bool) -> Tensor:
     if centered:
         y, dy = (value - value.mean(-1, keepdim=True) for value in (y, dy))
     radius = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    return project(y / radius, dy) / radius
+    turned: Tensor = project(y / radius, dy) / radius
+    return turned
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +202,7 @@ class _ModelToken(FrozenToken):
         tangent[rows, self.tokens.to(states.device)] = w.to(states)
         observer = _Tangents(recording, self.tokens.to(states.device))
         with _differentiable(), forward_mode.dual_level():
-            dual = forward_mode.make_dual(states, tangent)
+            dual = forward_mode.make_dual(states, tangent)  # type: ignore[no-untyped-call]
             recording.resumed_runner(depth=recording.first, states=dual, frozen=self._frozen).forward(observer)
         return observer.found
 
