@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import helmscope as hs
 from helmscope.jobs import (
     EvolveDensity,
+    MeasurementSpec,
     Phase,
     Report,
     Simulate,
@@ -29,7 +30,14 @@ from support.children import run_python
 from support.refusal import refused
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = {"simulate": Simulate, "density": EvolveDensity, "phase": Phase, "trials": Trials, "report": Report}
+KINDS = {
+    "simulate": Simulate,
+    "density": EvolveDensity,
+    "phase": Phase,
+    "measure": MeasurementSpec,
+    "trials": Trials,
+    "report": Report,
+}
 
 
 # TOML -----------------------------------------------------------------------------------------------------------------

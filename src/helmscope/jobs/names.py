@@ -105,6 +105,18 @@ DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"}
 MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "float16": "torch:float16"})
 
 
+# all of observe.measure.measurement_names, which would import torch; a test compares them
+MEASUREMENTS = (
+    "kernel_statistics",
+    "drift_and_swirl",
+    "arc_length",
+    "depth_steps",
+    "transport_ratio",
+    "effective_beta",
+    "depth_flow",
+)
+
+
 def usable_device(name: str) -> str:
     """Return ``name`` if torch can use that device, else raise ``HelmscopeError``.
 

@@ -42,8 +42,8 @@ class _NamedFields(msgspec.StructMeta):
 class Spec(
     msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
 ):
-    """The description of a job, the base class of ``Simulate``, ``EvolveDensity``, ``Phase``, ``Trials`` and
-    ``Report``.
+    """The description of a job, the base class of ``Simulate``, ``EvolveDensity``, ``Phase``,
+    ``MeasurementSpec``, ``Trials`` and ``Report``.
 
     Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
     when the spec is constructed; what depends on the files or the hardware of this machine is checked by ``prepare``.
@@ -249,9 +249,10 @@ def check_spec(spec: object) -> None:
 def _spec_classes() -> list[type[Spec]]:
     """The kinds of spec that can be read. Imported late, since their files import this one."""
     from helmscope.jobs.density import EvolveDensity
+    from helmscope.jobs.measure import MeasurementSpec
     from helmscope.jobs.phase import Phase
     from helmscope.jobs.report import Report
     from helmscope.jobs.simulate import Simulate
     from helmscope.jobs.trials import Trials
 
-    return [EvolveDensity, Phase, Report, Simulate, Trials]
+    return [EvolveDensity, MeasurementSpec, Phase, Report, Simulate, Trials]

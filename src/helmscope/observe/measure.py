@@ -41,9 +41,9 @@ def streaming_instruments() -> list[Instrument]:
 
 
 class Measure(Protocol):
-    """A function that measures a system; with ``quick`` it takes smaller samples."""
+    """A function that measures a system; with ``quick`` it takes smaller samples, drawn with ``seed``."""
 
-    def __call__(self, system: System, *, quick: bool, progress: ProgressOption) -> xr.Dataset:
+    def __call__(self, system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
         """The Measurement, with replicates."""
 
 
@@ -52,8 +52,8 @@ class FurtherMeasurement:
     """A measurement that is not taken from the common replay: its name, its function, the time that it takes in eager
     forwards of a model, in full and quick, and why it cannot be taken of a system, None if it can.
 
-    >>> FurtherMeasurement("steps", lambda system, quick, progress: depth_steps(system), (1.0, 1.0)).cost(quick=True)
-    1.0
+    >>> [further.forwards for further in further_measurements() if further.name == "depth_steps"]
+    [(1, 1)]
     """
 
     name: str
@@ -77,22 +77,22 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
     ['arc_length', 'depth_steps', 'transport_ratio', 'effective_beta', 'depth_flow']
     """
     return (
-        FurtherMeasurement("arc_length", lambda system, quick, progress: arc_length(system), (1, 1)),
+        FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (1, 1)),
         FurtherMeasurement(
-            "depth_steps", lambda system, quick, progress: depth_steps(system, progress=progress), (1, 1)
+            "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (1, 1)
         ),
         FurtherMeasurement(
-            "transport_ratio", lambda system, quick, progress: transport_ratio(system, progress=progress), (6, 6)
+            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (6, 6)
         ),
         FurtherMeasurement(
-            "effective_beta", lambda system, quick, progress: effective_beta(system), (6, 6), _no_kernel
+            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (6, 6), _no_kernel
         ),
         FurtherMeasurement("depth_flow", _depth_flow, (32, 15), refusal_of_flow),
     )
 
 
-def _depth_flow(system: System, *, quick: bool, progress: ProgressOption) -> xr.Dataset:
-    return depth_flow(system, directions=2, iterations=1 if quick else 2, progress=progress)
+def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _no_kernel(system: System) -> str | None:
@@ -129,6 +129,7 @@ def measure(
     *instruments: Instrument,
     only: Sequence[str] | None = None,
     quick: bool = False,
+    seed: int = 0,
     progress: ProgressOption = None,
 ) -> dict[str, xr.Dataset]:
     """All measurements of a system by name, or those of some instruments from a single replay.
@@ -136,10 +137,10 @@ def measure(
     Without instruments these are all measurements that the system supports (``refusals`` says why others are missing):
     the streaming instruments from one replay, and those of ``further_measurements``, with the steps over depth, the
     flow of one token and the transport ratios; ``only`` selects some of them by name. With ``quick`` those that sample
-    take smaller samples. With instruments, only these are used. A replay of a model is one forward for each chunk of
-    its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means with intervals, and
-    ``hs.plot`` draws all of them over depth. Raises HelmscopeError for an instrument or a name in ``only`` that the
-    system does not support. ``progress`` is called with the share of the work done.
+    take smaller samples; ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward
+    for each chunk of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means
+    with intervals, and ``hs.plot`` draws all of them over depth. Raises HelmscopeError for an instrument or a name in
+    ``only`` that the system does not support. ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -163,7 +164,7 @@ def measure(
         done += REPLAY_FORWARDS
     for each in further:
         cost = each.cost(quick=quick)
-        measured[each.name] = each.function(system, quick=quick, progress=_share(report, done, cost, total))
+        measured[each.name] = each.function(system, quick=quick, seed=seed, progress=_share(report, done, cost, total))
         done += cost
         report(done / total)
     return measured

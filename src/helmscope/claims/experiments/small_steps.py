@@ -38,7 +38,9 @@ def small_steps(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     recording = step_prompts(case)
     if len(recording.batch) < case.constant("least_prompts"):
-        return Finding.impossible(f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed")
+        return Finding.impossible(
+            f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed"
+        )
     sizes = StepSizes.of(recording)
     silent = StepSizes.of(recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording)))
     planted = {size: StepSizes.of(_planted(case, recording, size)) for size in case.constant("planted_angles")}

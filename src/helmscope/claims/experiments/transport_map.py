@@ -41,7 +41,9 @@ def transport_map(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     recording = step_prompts(case)
     if len(recording.batch) < case.constant("least_prompts"):
-        return Finding.impossible(f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed")
+        return Finding.impossible(
+            f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed"
+        )
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value
     names = [f"half-step {int(depth)}" for depth in measured.depth.values[attention]]
@@ -139,6 +141,6 @@ def _remark(measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, pre
         )
     return (
         f"The ratio of attention half-steps runs from {ratios.min():.4g} to {ratios.max():.4g}, and their size from "
-        f"{sizes.min():.2g} to {sizes.max():.2g} of the distance to the nearest token; over the whole depth the ratio is "
-        f"{whole:.3g}.{norms} {premise}"
+        f"{sizes.min():.2g} to {sizes.max():.2g} of the distance to the nearest token; over the whole depth the ratio "
+        f"is {whole:.3g}.{norms} {premise}"
     )
