@@ -45,7 +45,7 @@ def measure(
     def draw(result: Any) -> Any:
         from helmscope.plots.measurements import measurements_figure
 
-        return measurements_figure(result.measured)
+        return measurements_figure(result.measured, title=result.spec.title)
 
     spec = make_spec(MeasurementSpec, options | {"only": only or []})
     engine = make_engine(jobs, max_memory, threads, ray)

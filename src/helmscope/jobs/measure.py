@@ -95,6 +95,16 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
             )
         return Subject(self.model, rows, device=device)
 
+    @property
+    def title(self) -> str:
+        """The model and the size of its texts, as text.
+
+        >>> MeasurementSpec(quick=True).title
+        'A: 32 texts of up to 64 tokens'
+        """
+        name = Path(self.model).name if Path(self.model).is_dir() else self.model
+        return f"{name}: {pluralized(self.texts_count or 0, 'text')} of up to {self.tokens} tokens"
+
     def prepare(self) -> MeasurementJob:
         """Return the job, with one unit for all streaming instruments and one for each further measurement."""
         from helmscope.jobs.cost import subject_size
@@ -236,7 +246,7 @@ class MeasurementJob(Job):
         for name, each in measured.items():
             work.folder.write_results(name, each)
         pictures = PictureWriter(work.folder, work.show_progress)
-        picture = pictures.write("picture", PICTURE, lambda: png(measurements_figure(measured, title=self.title)))
+        picture = pictures.write("picture", PICTURE, lambda: png(measurements_figure(measured, title=self.spec.title)))
         return MeasurementResult(
             spec=self.spec,
             folder=work.folder,
@@ -245,9 +255,3 @@ class MeasurementJob(Job):
             picture=picture,
             notes=tuple(pictures.notes),
         )
-
-    @property
-    def title(self) -> str:
-        """The model and the size of its texts, as text."""
-        name = Path(self.spec.model).name if Path(self.spec.model).is_dir() else self.spec.model
-        return f"{name}: {pluralized(self.spec.texts_count or 0, 'text')} of up to {self.spec.tokens} tokens"

@@ -146,7 +146,15 @@ def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> N
 
     marked = {str(half) for _, data, _ in panels if "half" in data.coords for half in np.unique(data["half"].values)}
     handles = [
-        Line2D([], [], color=color, marker="o", markersize=4, linestyle="", label=f"{half} half-step")
+        Line2D(
+            [],
+            [],
+            color=color,
+            marker="o",
+            markersize=4,
+            linestyle="",
+            label=f"{half.upper() if half == 'mlp' else half} half-step",
+        )
         for half, color in HALF_COLORS.items()
         if half in marked
     ]
