@@ -71,7 +71,7 @@ def test_an_interrupted_run_is_resumed(helmscope, tmp_path):
 def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "mine")
     (tmp_path / "texts.json").write_text(json.dumps([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]))
-    code, out, err = helmscope("measure", "mine", "--texts", "texts.json", "--only", "depth_steps", "--out", "run")
+    code, _, err = helmscope("measure", "mine", "--texts", "texts.json", "--only", "depth_steps", "--out", "run")
     assert code == 0, err
     assert hs.store.RunFolder.open("run").read_results("depth_steps").sizes["prompt"] == 2
     assert read_spec("run").model == str(tmp_path / "mine")

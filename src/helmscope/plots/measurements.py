@@ -24,6 +24,7 @@ STATE_AXES = ("depth", "layer", "time")
 ACROSS, WIDTH, HEIGHT, HEADING = 4, 3.1, 2.4, 0.7  # panels in a row; inches
 MOST_PANELS, MOST_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
+HALF_NAMES = {"mlp": "MLP"}
 # the variables that are drawn first, where a measurement has more than fit
 FIRST = {
     "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
@@ -153,7 +154,7 @@ def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> N
             marker="o",
             markersize=4,
             linestyle="",
-            label=f"{half.upper() if half == 'mlp' else half} half-step",
+            label=f"{HALF_NAMES.get(half, half)} half-step",
         )
         for half, color in HALF_COLORS.items()
         if half in marked
