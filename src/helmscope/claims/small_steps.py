@@ -11,6 +11,7 @@ from helmscope.claims.arm_statistics import choose_prompts
 from helmscope.claims.entry import SubjectKind
 from helmscope.claims.evidence import EverySample, PremiseImpossible
 from helmscope.claims.reading import entry
+from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.types import Ruling
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
     from helmscope.types import System, Trajectory
 
-CLAIM, AT_REST = "small-steps", 1e-6  # radians: rounding of states in float32
+CLAIM, SILENT = "small-steps", "blocks that write nothing"
+AT_REST = 1e-6  # radians: rounding of states in float32
 FULL, QUICK = 64, 32  # prompts
 
 
@@ -102,12 +104,27 @@ def _premise(case: TrialCase) -> str:
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
         return f"Premise: small-steps cannot be tried here, since {unmet}."
-    sizes = StepSizes.of(step_prompts(case))
+    recording = step_prompts(case)
+    sizes = StepSizes.of(recording)
     assessment = sizes.evidence.weigh(condition.region)
     if assessment.interval is None or assessment.ruling is Ruling.IMPOSSIBLE:
         return f"Premise: small-steps has no ruling here, since {assessment.basis}."
     means = sizes.medians.mean(1)
     largest = int(means.argmax())
-    return (
-        f"Premise: small-steps is {assessment.ruling.value} here ({means[largest]:.2g} rad at {sizes.names[largest]})."
-    )
+    angle = f"{means[largest]:.2g} rad at {sizes.names[largest]}"
+    (control,) = (each for each in entry(CLAIM).controls if each.name == SILENT)
+    without = StepSizes.of(silenced(recording)).evidence.weigh(condition.region).ruling
+    if without.value not in control.expected:
+        return f"Premise: small-steps is inconclusive here ({angle}; its control without writes fails)."
+    return f"Premise: small-steps is {assessment.ruling.value} here ({angle})."
+
+
+def silenced(recording: Recording) -> Recording:
+    """The same recording with blocks that write nothing.
+
+    >>> from helmscope.models.record import record
+    >>> silent = silenced(record("A", ["Once upon a time"]))
+    >>> bool((silent.stream(depth=1) == silent.stream(depth=0)).all())
+    True
+    """
+    return recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))

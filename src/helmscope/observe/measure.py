@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 3.0  # time of a replay of all streaming instruments, in eager forwards
+REPLAY_FORWARDS = 8.0  # time of a replay of all streaming instruments, in eager forwards
 
 
 def streaming_instruments() -> list[Instrument]:
@@ -82,12 +82,12 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
             "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (1, 1)
         ),
         FurtherMeasurement(
-            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (6, 6)
+            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (4, 4)
         ),
         FurtherMeasurement(
-            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (6, 6), _no_kernel
+            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (3, 3), _no_kernel
         ),
-        FurtherMeasurement("depth_flow", _depth_flow, (32, 15), refusal_of_flow),
+        FurtherMeasurement("depth_flow", _depth_flow, (32, 20), refusal_of_flow),
     )
 
 

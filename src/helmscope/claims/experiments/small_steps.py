@@ -11,10 +11,9 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import StepSizes, step_prompts
+from helmscope.claims.small_steps import StepSizes, silenced, step_prompts
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import exp, project, retract
-from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.types import Trajectory
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def small_steps(case: TrialCase) -> Finding:
             f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed"
         )
     sizes = StepSizes.of(recording)
-    silent = StepSizes.of(recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording)))
+    silent = StepSizes.of(silenced(recording))
     planted = {size: StepSizes.of(_planted(case, recording, size)) for size in case.constant("planted_angles")}
     twins = [StepSizes.of(twin) for twin in _twins(case, recording)]
     worst = int(sizes.medians.mean(1).argmax())

@@ -11,9 +11,8 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import small_steps_premise, step_prompts
+from helmscope.claims.small_steps import silenced, small_steps_premise, step_prompts
 from helmscope.geometry.sphere import retract
-from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.types import Half, Trajectory
 
@@ -47,7 +46,7 @@ def transport_map(case: TrialCase) -> Finding:
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value
     names = [f"half-step {int(depth)}" for depth in measured.depth.values[attention]]
-    silent = transport_ratio(recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording)), euclidean=False)
+    silent = transport_ratio(silenced(recording), euclidean=False)
     rows = [list(row) for row in (recording.batch.source or recording.batch).visible_ids]
     recordings = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows)
     twins = np.stack([transport_ratio(twin, euclidean=False).ratio.values[attention] for twin in recordings])
