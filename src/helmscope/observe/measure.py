@@ -50,7 +50,7 @@ class Measure(Protocol):
 @dataclass(frozen=True, eq=False)
 class FurtherMeasurement:
     """A measurement that is not taken from the common replay: its name, its function, the time that it takes in eager
-    forwards of a model, in full and quick, and why it cannot be taken of a system, None if it can.
+    forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
 
     >>> [further.forwards for further in further_measurements() if further.name == "depth_steps"]
     [(1, 1)]
@@ -59,7 +59,7 @@ class FurtherMeasurement:
     name: str
     function: Measure
     forwards: tuple[float, float]
-    refusal: Callable[[System], str | None] = lambda system: None
+    refusal: Callable[[System], str | None] | None = None
 
     def cost(self, *, quick: bool) -> float:
         """The time in eager forwards of the model.
@@ -120,7 +120,9 @@ def refusals(system: System) -> dict[str, str | None]:
     ['drift_and_swirl']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
-    return streaming | {each.name: each.refusal(system) for each in further_measurements()}
+    return streaming | {
+        each.name: None if each.refusal is None else each.refusal(system) for each in further_measurements()
+    }
 
 
 @shows_progress("measuring")
