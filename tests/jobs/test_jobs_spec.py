@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import helmscope as hs
 from helmscope.jobs import (
     DensitySpec,
+    MeasurementSpec,
     PhaseSpec,
     ReportSpec,
     SimulationSpec,
@@ -33,6 +34,7 @@ KINDS = {
     "simulate": SimulationSpec,
     "density": DensitySpec,
     "phase": PhaseSpec,
+    "measure": MeasurementSpec,
     "trials": TrialsSpec,
     "report": ReportSpec,
 }
@@ -171,7 +173,10 @@ def test_a_schema_for_forms() -> None:
     ("text", "sentence"),
     [
         ("beta = ", "x.toml is not TOML: "),
-        ("beta = 1", "job of x.toml is missing, but it must be one of density, phase, report, simulate, trials"),
+        (
+            "beta = 1",
+            "job of x.toml is missing, but it must be one of density, measure, phase, report, simulate, trials",
+        ),
         ("job = 3", "job of x.toml is 3, but it must be one of"),
         ('job = "simulat"', "unknown job of x.toml 'simulat': did you mean 'simulate'?"),
         ('job = "simulate"\nbta = 1', "unknown key of x.toml 'bta': did you mean 'beta'?"),

@@ -7,6 +7,7 @@ import torch
 import xarray as xr
 
 import helmscope as hs
+from helmscope.observe import measurement_names, refusals
 from helmscope.observe.measure import streaming_instruments
 
 DRAW = torch.Generator().manual_seed(0)
@@ -44,17 +45,37 @@ def test_many_instruments_take_one_replay(monkeypatch):
 
 
 def test_without_names_it_takes_what_the_system_can_serve():
-    attention = {"kernel_statistics", "attention_drift", "attention_noise"}
-    assert set(hs.measure(RUN)) == {*attention, "drift_and_swirl"}
-    assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == attention
-    assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) == {"drift_and_swirl"}
+    of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow"}
+    of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
+    assert set(hs.measure(RUN)) | {"mlp_projection"} == set(measurement_names())
+    of_attention = set(measurement_names()) - of_states - of_mlp
+    assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
+    assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) | {"mlp_projection"} == of_mlp | of_states
     long = hs.Block(
         hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
-    assert set(hs.measure(layered)) == attention
+    assert "kernel_statistics" in hs.measure(layered)
+    assert "drift_and_swirl" not in hs.measure(layered)
     with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
         hs.drift_and_swirl(layered)
+
+
+def test_only_some_and_all_agree_with_their_functions():
+    some = hs.measure(RUN, only=["transport_ratio", "kernel_statistics"])
+    assert list(some) == ["kernel_statistics", "transport_ratio"]
+    xr.testing.assert_identical(some["transport_ratio"], hs.observe.transport_ratio(RUN))
+    shares = []
+    seen = hs.measure(RUN, quick=True, progress=shares.append)
+    xr.testing.assert_identical(seen["depth_steps"], hs.observe.depth_steps(RUN))
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)
+
+
+def test_noise_leaves_out_the_flow_of_one_token():
+    noisy = hs.integrate(hs.SA(1.0), X, times=[0.0, 0.1], noise=hs.noise.IsotropicNoise(0.1))
+    assert "depth_flow" not in hs.measure(noisy)
+    assert "without noise" in refusals(noisy)["depth_flow"]
 
 
 def test_replicates_are_kept_until_they_are_reduced():
@@ -70,9 +91,12 @@ def test_replicates_are_kept_until_they_are_reduced():
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
         (lambda: hs.measure(RUN, hs.kernel.KernelStatistics), "instruments holds KernelStatistics"),
         (
-            lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0])),
-            "system supports no streaming instrument: field",
+            lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0]), only=["kernel_statistics"]),
+            "attention fields only",
         ),
+        (lambda: hs.measure(RUN, only=["depth_step"]), "did you mean 'depth_steps'"),
+        (lambda: hs.measure(RUN, only="depth_steps"), "only is a str, but it must be a list"),
+        (lambda: hs.measure(RUN, hs.kernel.KernelStatistics(), quick=True), "instruments are given: omit them"),
         (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.kernel.KernelStatistics()), "attention fields only"),
     ],
 )

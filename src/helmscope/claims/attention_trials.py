@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from helmscope.claims.arm_statistics import SILENT, choose_prompts
+from helmscope.claims.arm_statistics import SILENT
 from helmscope.claims.evidence import EverySample, Evidence, PremiseImpossible
+from helmscope.claims.prompts import choose_prompts
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.premise import CAUSAL, attention_of
@@ -59,7 +60,7 @@ class AttentionTrial:
         >>> AttentionTrial.of(registered_case("elliptic", subject=Subject("A"), quick=True)).least_prompts
         32
         """
-        prompts, first_tokens = choose_prompts(case.count(PROMPTS, quick=PROMPTS_QUICK), case.subject, 1)
+        prompts, first_tokens = choose_prompts(case.count(PROMPTS, quick=PROMPTS_QUICK), case.subject, gap=1)
         return cls(case.subject, prompts, first_tokens, case.constant("least_prompts"))
 
     @cached_property

@@ -16,6 +16,7 @@ import typer
 from helmscope.cli.claims import claims
 from helmscope.cli.density import density
 from helmscope.cli.doctor import doctor
+from helmscope.cli.measure import measure
 from helmscope.cli.phase import phase
 from helmscope.cli.report import report
 from helmscope.cli.run import run
@@ -39,6 +40,7 @@ SUMMARIES: dict[Callable[..., None], str] = {
     simulate: "Integrate self-attention on the sphere.",
     density: "Evolve the density of infinitely many tokens.",
     phase: "Compute when tokens meet, over beta and time.",
+    measure: "Measure a model: attention, MLPs, depth and transport.",
     run: "Run a job from a TOML file.",
     doctor: "Check whether recordings of a model can be trusted.",
     runs: "List earlier runs, and how to resume them.",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
     from helmscope.runs.attempt import Engine
 
-RESUMABLE = ("claims", "density", "phase", "report", "run", "simulate")
+RESUMABLE = ("claims", "density", "measure", "phase", "report", "run", "simulate")
 
 
 def run_and_show(

@@ -18,13 +18,23 @@ if TYPE_CHECKING:
 
 def show(result: Result, *, as_json: bool) -> None:
     """Print a result. The exit code is 1 if it is incomplete, and 2 if experiments failed."""
+    from helmscope.cli.measure_table import show_measurements
     from helmscope.cli.phase_table import show_phase
-    from helmscope.jobs import DensityResult, PhaseResult, ReportResult, SimulationResult, TrialsResult
+    from helmscope.jobs import (
+        DensityResult,
+        MeasurementResult,
+        PhaseResult,
+        ReportResult,
+        SimulationResult,
+        TrialsResult,
+    )
 
     if isinstance(result, SimulationResult):
         _show_simulation(result, as_json)
     elif isinstance(result, DensityResult):
         _show_density(result, as_json)
+    elif isinstance(result, MeasurementResult):
+        show_measurements(result, as_json)
     elif isinstance(result, PhaseResult):
         show_phase(result, as_json)
     elif isinstance(result, ReportResult):

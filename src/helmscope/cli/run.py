@@ -26,7 +26,7 @@ def run(
     estimate: Annotated[bool, typer.Option("--estimate", help="Only print the estimated cost.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a spec: a simulation, a density, a phase diagram, trials or a report, as the other commands do."""
+    """Run a spec: a simulation, a density, a phase diagram, measurements, trials or a report, as the other verbs do."""
     from helmscope.cli.options import make_engine
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import read_spec

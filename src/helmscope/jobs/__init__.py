@@ -1,10 +1,10 @@
 """Jobs described by data: a spec -> units of work -> one result.
 
-``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``, ``TrialsSpec`` and ``ReportSpec`` describe a job completely, with
-seed, dtype and device. ``run`` executes a spec in a run folder, ``estimate`` predicts its cost, and ``read_spec`` and
-``write_spec`` convert it from and to TOML. Every verb of the command line builds a spec from its options and runs it.
-``hs.runs`` executes the units of a job, and ``hs.store`` writes its folder. Importing this package does not import
-torch.
+``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``, ``MeasurementSpec``, ``TrialsSpec`` and ``ReportSpec`` describe a
+job completely, with seed, dtype and device. ``run`` executes a spec in a run folder, ``estimate`` predicts its cost,
+and ``read_spec`` and ``write_spec`` convert it from and to TOML. Every verb of the command line builds a spec from its
+options and runs it. ``hs.runs`` executes the units of a job, and ``hs.store`` writes its folder. Importing this package
+does not import torch.
 
 >>> import tempfile
 >>> import helmscope as hs
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from helmscope.jobs.cost import Estimate
 from helmscope.jobs.density import DensityResult, DensitySpec
 from helmscope.jobs.job import Result
+from helmscope.jobs.measure import MeasurementResult, MeasurementSpec
 from helmscope.jobs.phase import PhaseResult, PhaseSpec
 from helmscope.jobs.report import ReportResult, ReportSpec
 from helmscope.jobs.run import estimate, run
@@ -35,6 +36,8 @@ __all__ = [
     "DensityResult",
     "DensitySpec",
     "Estimate",
+    "MeasurementResult",
+    "MeasurementSpec",
     "PhaseResult",
     "PhaseSpec",
     "ReportResult",

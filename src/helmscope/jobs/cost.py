@@ -28,6 +28,7 @@ from helmscope.types import pluralized
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial
     from helmscope.jobs.density import DensitySpec
+    from helmscope.jobs.measure import MeasurementSpec
     from helmscope.jobs.phase import PhaseSpec
     from helmscope.jobs.simulate import SimulationSpec
     from helmscope.jobs.trials import TrialsSpec
@@ -38,6 +39,7 @@ LIBRARY_BYTES = 450_000_000  # of a process that has imported torch, SciPy, xarr
 SAMPLE_SYSTEMS = 4
 SAMPLING_S = 2.0  # for all samples of an estimate together, approximately
 PICTURES_S = 1.0
+RECORD_FORWARDS = 2.0  # time of a recording, with its certificate
 QUICK = 0.35  # time of the quick form of a trial over that of the full one; measured on all trials together
 WEEK_S = 604_800.0
 STEP_LIMIT_WARNING = "the step limit will probably be reached, at about t={reached:.2g} of {last:g}"
@@ -138,6 +140,23 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
     ]
     total = sum(seconds) * (QUICK if spec.quick else 1.0)
     return Estimate(work, total, LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0))
+
+
+def measurement_cost(spec: MeasurementSpec) -> Estimate:
+    """The time of all measurements of a model, counted in forwards, and that of a forward from a few texts."""
+    from helmscope.observe.measure import REPLAY_FORWARDS, further_measurements, refusals, streaming_instruments
+
+    subject = spec.subject()
+    few = subject.recording_of(subject.texts[:SAMPLE_SYSTEMS])
+    reasons = refusals(few)
+    names = [name for name in reasons if (name in spec.only if spec.only else reasons[name] is None)]
+    streamed = any(each.name in names for each in streaming_instruments())
+    further = sum(each.cost(quick=spec.quick) for each in further_measurements() if each.name in names)
+    forwards = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + further
+    forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
+    size = subject_size(subject)
+    work = f"{pluralized(len(names), 'measurement')} of {pluralized(len(subject.texts), 'text')}"
+    return Estimate(work, forwards * forward + PICTURES_S, LIBRARY_BYTES + 2 * size.bytes)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result:
     """The result of a job, the base class of ``SimulationResult``, ``DensityResult``, ``PhaseResult``,
-    ``TrialsResult`` and ``ReportResult``.
+    ``MeasurementResult``, ``TrialsResult`` and ``ReportResult``.
 
     ``spec`` is the spec that was run, ``folder`` the run folder with all files, and ``notes`` has one sentence for each
     output that could not be produced, such as a picture when matplotlib is not installed. A notebook shows a table.

@@ -118,6 +118,27 @@ DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"}
 MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "float16": "torch:float16"})
 
 
+# all of observe.measure.measurement_names, which would import torch; a test compares them
+MEASUREMENTS = (
+    "kernel_statistics",
+    "attention_drift",
+    "attention_noise",
+    "drift_and_swirl",
+    "arc_length",
+    "depth_steps",
+    "mlp_weights",
+    "gate_sparsity",
+    "effective_beta",
+    "transport_ratio",
+    "kernel_balance",
+    "mlp_jacobian",
+    "attention_noise_spectrum",
+    "attention_divergence",
+    "depth_flow",
+    "mlp_projection",
+)
+
+
 def usable_device(name: str) -> str:
     """Return ``name`` if torch can use that device, else raise ``HelmscopeError``.
 

@@ -42,8 +42,8 @@ class _NamedFields(msgspec.StructMeta):
 class Spec(
     msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
 ):
-    """The description of a job, the base class of ``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``, ``TrialsSpec``
-    and ``ReportSpec``.
+    """The description of a job, the base class of ``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``,
+    ``MeasurementSpec``, ``TrialsSpec`` and ``ReportSpec``.
 
     Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
     when the spec is constructed; what depends on the files or the hardware of this machine is checked by ``prepare``.
@@ -249,9 +249,10 @@ def check_spec(spec: object) -> None:
 def _spec_classes() -> list[type[Spec]]:
     """The kinds of spec that can be read. Imported late, since their files import this one."""
     from helmscope.jobs.density import DensitySpec
+    from helmscope.jobs.measure import MeasurementSpec
     from helmscope.jobs.phase import PhaseSpec
     from helmscope.jobs.report import ReportSpec
     from helmscope.jobs.simulate import SimulationSpec
     from helmscope.jobs.trials import TrialsSpec
 
-    return [DensitySpec, PhaseSpec, ReportSpec, SimulationSpec, TrialsSpec]
+    return [DensitySpec, MeasurementSpec, PhaseSpec, ReportSpec, SimulationSpec, TrialsSpec]

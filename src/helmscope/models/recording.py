@@ -279,6 +279,18 @@ class Recording(Plottable):
         >>> later.first, later.layers
         (8, range(4, 12))
         """
+        return self._run_again(self.resumed_runner(depth=depth, states=states, frozen=frozen), first=depth)
+
+    def resumed_runner(
+        self, *, depth: int, states: Float[Tensor, "batch n d"], frozen: Bool[Tensor, "batch n"] | None = None
+    ) -> Runner:
+        """The runner with which ``resume`` runs the model, for own observers and for derivatives by ``states``.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time"])
+        >>> recording.resumed_runner(depth=8, states=recording.trajectory.states[8])
+        <Runner of GPT2LMHeadModel: 1 text, 16 at a time; 1 edit>
+        """
         self.certificate.require("resume")
         step = self._step(depth)
         check_states(states, self.residual.direction[step], frozen)
@@ -288,7 +300,7 @@ class Recording(Plottable):
         put = PutState(depth, states, self.anatomy, held, radius, None if mean is None else mean[step])
         # the state of an earlier resume is overwritten, except where a virtual mid state is put in: the MLP reads both
         edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
-        return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
+        return replace(self.runner, edits=(*edits, put))
 
     @shows_progress("recording")
     def under(

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from helmscope.observe.context_noise import context_noise as context_noise
     from helmscope.observe.context_noise import covariance_fit as covariance_fit
     from helmscope.observe.density_overview import density_overview as density_overview
+    from helmscope.observe.depth_flow import depth_flow as depth_flow
+    from helmscope.observe.depth_steps import depth_steps as depth_steps
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
     from helmscope.observe.diffusion import context_covariance as context_covariance
@@ -83,7 +85,11 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import loss_under_edits as loss_under_edits
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.loss import token_loss as token_loss
+    from helmscope.observe.measure import FurtherMeasurement as FurtherMeasurement
+    from helmscope.observe.measure import further_measurements as further_measurements
     from helmscope.observe.measure import measure as measure
+    from helmscope.observe.measure import measurement_names as measurement_names
+    from helmscope.observe.measure import refusals as refusals
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
@@ -116,5 +122,6 @@ if TYPE_CHECKING:
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.track import track as track
+    from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

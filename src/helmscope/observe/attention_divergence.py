@@ -100,6 +100,16 @@ def attention_divergence(
     return instrument.result().assign_attrs(extra_forwards=0, probes="exact")
 
 
+def divergence_refusal(system: System) -> str | None:
+    """Why ``attention_divergence`` cannot be taken of a system, in one sentence; None if it can.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> divergence_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
+    """
+    return system.refusal(_Divergences(PROBES, 0, False))
+
+
 class _Divergences(Instrument):
     """Keeps the divergences of a chunk; a replay shows it a simulation, and ``_differentiate_recording`` a model."""
 

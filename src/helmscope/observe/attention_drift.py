@@ -121,4 +121,4 @@ def described(measured: xr.Dataset, names: dict[str, str]) -> xr.Dataset:
     """
     for name in names.keys() & measured.keys():
         measured[name].attrs["long_name"] = names[name]
-    return measured.assign_attrs(coordinates=COORDINATES)
+    return measured.assign_attrs(frame=COORDINATES)

@@ -1,21 +1,39 @@
-"""Measurements of many instruments from a single replay."""
+"""All measurements of a system: those of instruments from a single replay, and further ones, which run the model more
+often or need no run at all.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from helmscope.observe.arcs import arc_length
+from helmscope.observe.attention_divergence import attention_divergence, divergence_refusal
 from helmscope.observe.attention_drift import AttentionDrift
-from helmscope.observe.attention_noise import AttentionNoise
+from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
+from helmscope.observe.balance import KernelBalance
+from helmscope.observe.depth_flow import depth_flow
+from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
+from helmscope.observe.frozen_token import refusal_of_flow
 from helmscope.observe.kernel import KernelStatistics
+from helmscope.observe.mlp_jacobian import MlpJacobian
+from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
+from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
+from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
+from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Instrument, System
+from helmscope.types import HelmscopeError, Instrument, System, check_name, check_progress, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
+
+REPLAY_FORWARDS = 8.0  # time of a replay of all streaming instruments, in eager forwards
 
 
 def streaming_instruments() -> list[Instrument]:
@@ -27,26 +45,184 @@ def streaming_instruments() -> list[Instrument]:
     return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl()]
 
 
-@shows_progress("measuring")
-def measure(system: System, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
-    """Measurements of many instruments from a single replay of the system, by the names of the instruments.
+class Measure(Protocol):
+    """A function that measures a system; with ``quick`` it takes smaller samples, drawn with ``seed``."""
 
-    A replay of a model is one forward for each chunk of its prompts. The Measurements keep their replicates;
-    ``reduce_replicates`` turns each into means with intervals. Without instruments, all streaming instruments that the
-    system supports are used. Raises HelmscopeError for an instrument that the system does not support. ``progress`` is
-    called with the share of the work done.
+    def __call__(self, system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+        """The Measurement, with replicates."""
+
+
+@dataclass(frozen=True, eq=False)
+class FurtherMeasurement:
+    """A measurement that is not taken from the common replay: its name, its function, the time that it takes in eager
+    forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
+
+    >>> [further.forwards for further in further_measurements() if further.name == "depth_steps"]
+    [(1, 1)]
+    """
+
+    name: str
+    function: Measure
+    forwards: tuple[float, float]
+    refusal: Callable[[System], str | None] | None = None
+
+    def cost(self, *, quick: bool) -> float:
+        """The time in eager forwards of the model.
+
+        >>> further_measurements()[-1].cost(quick=False) > further_measurements()[-1].cost(quick=True)
+        True
+        """
+        return self.forwards[int(quick)]
+
+
+def further_measurements() -> tuple[FurtherMeasurement, ...]:
+    """The measurements of this library beyond those of ``streaming_instruments``, by increasing cost.
+
+    >>> [further.name for further in further_measurements()][:4]
+    ['arc_length', 'depth_steps', 'mlp_weights', 'gate_sparsity']
+    """
+    return (
+        FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (1, 1)),
+        FurtherMeasurement(
+            "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (1, 1)
+        ),
+        FurtherMeasurement("mlp_weights", _mlp_weights, (2, 2), weights_refusal),
+        _replayed(lambda quick, seed: GateSparsity(), (2, 2)),
+        FurtherMeasurement(
+            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (3, 3), _no_kernel
+        ),
+        FurtherMeasurement(
+            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (4, 4)
+        ),
+        _replayed(lambda quick, seed: KernelBalance(), (4, 4)),
+        _replayed(lambda quick, seed: MlpJacobian(), (8, 8)),
+        _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (16, 12)),
+        FurtherMeasurement("attention_divergence", _attention_divergence, (20, 12), divergence_refusal),
+        FurtherMeasurement("depth_flow", _depth_flow, (32, 20), refusal_of_flow),
+        FurtherMeasurement("mlp_projection", _mlp_projection, (40, 40), projection_refusal),
+    )
+
+
+def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, float]) -> FurtherMeasurement:
+    """The measurement of an instrument that takes a replay of its own, since it is slower than the streaming ones."""
+
+    def function(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+        instrument = make(quick, seed)
+        return system.replay(instrument, progress=progress)[instrument.name]
+
+    instrument = make(True, 0)
+    return FurtherMeasurement(instrument.name, function, forwards, lambda system: system.refusal(instrument))
+
+
+def _attention_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return attention_divergence(system, probes=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mlp_weights(system, seed=seed)
+
+
+def _mlp_projection(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mlp_projection(system, neurons=256 if quick else 768, progress=progress)
+
+
+def _no_kernel(system: System) -> str | None:
+    """Why a system has no effective beta; its states on the sphere are not needed to know that."""
+    return system.refusal(EffectiveBeta(sphere=system.trajectory))
+
+
+def measurement_names() -> tuple[str, ...]:
+    """The names of all measurements of ``measure``, in the order of its result.
+
+    >>> measurement_names()[:2]
+    ('kernel_statistics', 'attention_drift')
+    """
+    return (*(each.name for each in streaming_instruments()), *(each.name for each in further_measurements()))
+
+
+def refusals(system: System) -> dict[str, str | None]:
+    """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
+    >>> [name for name, reason in reasons.items() if reason is not None]
+    ['drift_and_swirl']
+    """
+    streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
+    return streaming | {
+        each.name: None if each.refusal is None else each.refusal(system) for each in further_measurements()
+    }
+
+
+@shows_progress("measuring")
+def measure(
+    system: System,
+    *instruments: Instrument,
+    only: Sequence[str] | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    progress: ProgressOption = None,
+) -> dict[str, xr.Dataset]:
+    """All measurements of a system by name, or those of some instruments from a single replay.
+
+    Without instruments these are all measurements that the system supports (``refusals`` says why others are missing):
+    the streaming instruments from one replay, and those of ``further_measurements``, with the steps over depth, the
+    flow of one token and the transport ratios; ``only`` selects some of them by name. With ``quick`` those that sample
+    take smaller samples; ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward
+    for each chunk of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means
+    with intervals, and ``hs.plot`` draws all of them over depth. Raises HelmscopeError for an instrument or a name in
+    ``only`` that the system does not support. ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> list(measured), measured["kernel_statistics"].row_mass.dims
-    (['kernel_statistics', 'attention_drift', 'attention_noise'], ('time', 'system'))
+    (['kernel_statistics', 'attention_drift', ..., 'depth_flow'], ('time', 'system'))
     """
     if instruments:
+        if only is not None or quick:
+            raise HelmscopeError("only and quick apply to all measurements, but instruments are given: omit them")
         return check_system(system).replay(*instruments, progress=progress)
-    reasons = {instrument: check_system(system).refusal(instrument) for instrument in streaming_instruments()}
-    supported = [instrument for instrument, reason in reasons.items() if reason is None]
-    if not supported:
-        raise HelmscopeError(f"system supports no streaming instrument: {'; '.join(filter(None, reasons.values()))}")
-    return system.replay(*supported, progress=progress)
+    names = _chosen(system, only)
+    streaming = [each for each in streaming_instruments() if each.name in names]
+    further = [each for each in further_measurements() if each.name in names]
+    report, done = check_progress(progress), 0.0
+    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(quick=quick) for each in further)
+    measured: dict[str, xr.Dataset] = {}
+    if streaming:
+        measured |= system.replay(*streaming, progress=_share(report, done, REPLAY_FORWARDS, total))
+        done += REPLAY_FORWARDS
+    for each in further:
+        cost = each.cost(quick=quick)
+        measured[each.name] = each.function(system, quick=quick, seed=seed, progress=_share(report, done, cost, total))
+        done += cost
+        report(done / total)
+    return measured
+
+
+def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
+    """The names of the measurements to take; raises HelmscopeError for one that the system does not support."""
+    reasons = refusals(system)
+    if only is None:
+        supported = [name for name, reason in reasons.items() if reason is None]
+        if not supported:
+            raise HelmscopeError(f"system supports no measurement: {'; '.join(filter(None, reasons.values()))}")
+        return supported
+    if isinstance(only, str) or not isinstance(only, Sequence) or not only:
+        raise HelmscopeError(f"only is {type_with_article(only)}, but it must be a list of names of measurements")
+    for name in only:
+        reason = reasons[check_name("measurement", name, reasons)]
+        if reason is not None:
+            raise HelmscopeError(reason)
+    return list(only)
+
+
+def _share(report: Progress, done: float, part: float, total: float) -> Progress:
+    return lambda share: report((done + part * share) / total)

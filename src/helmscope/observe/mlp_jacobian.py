@@ -104,7 +104,7 @@ class MlpJacobian(Instrument):
         measured = super().result()
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = LABELS[str(name)]
-        measured.attrs["coordinates"] = "unit sphere: the norm's gain and bias folded into the weights"
+        measured.attrs["frame"] = "unit sphere: the norm's gain and bias folded into the weights"
         return with_bounds(measured, dict.fromkeys([n for n in LABELS if "share" in n or "swirl" in n], SHARE))
 
 

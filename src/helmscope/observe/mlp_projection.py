@@ -85,6 +85,16 @@ def mlp_projection(
     return measured
 
 
+def projection_refusal(system: System) -> str | None:
+    """Why ``mlp_projection`` cannot be taken of a system, in one sentence; None if it can.
+
+    >>> from helmscope.solve.integrate import integrate
+    >>> projection_refusal(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
+    'system has fewer than four systems, but mlp_projection fits on halves of halves of them'
+    """
+    return system.refusal(_Samples(8))
+
+
 class _Samples(Instrument):
     """Instrument: keeps evenly spaced tokens of every prompt and the force of every layer."""
 

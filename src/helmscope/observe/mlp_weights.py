@@ -157,11 +157,19 @@ def mlp_weights(system: System, *, folded: bool = False, permutations: int = 100
     measured = xr.Dataset(variables, coords)
     for label, value in measured.data_vars.items():
         value.attrs["long_name"] = LABELS[str(label)]
-    measured.attrs["coordinates"] = (
-        "unit sphere: norm folded in" if folded else "output of the norm: weights of the model"
-    )
+    measured.attrs["frame"] = "unit sphere: norm folded in" if folded else "output of the norm: weights of the model"
     mixed = any(isinstance(force, MixtureOfExperts) for force in layers)
     return measured if mixed else measured.squeeze("expert", drop=True)
+
+
+def weights_refusal(system: System) -> str | None:
+    """Why ``mlp_weights`` cannot be taken of a system, in one sentence; None if it can.
+
+    >>> from helmscope.solve.integrate import integrate
+    >>> weights_refusal(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
+    """
+    reason = system.refusal(GateSparsity())
+    return reason and reason.replace("gate_sparsity", "mlp_weights")
 
 
 class GateSparsity(Instrument):

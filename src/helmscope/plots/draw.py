@@ -13,11 +13,13 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import DensityPath
 from helmscope.models.recording import Recording
 from helmscope.observe.diagram import PhaseDiagram
+from helmscope.observe.measure import measurement_names
 from helmscope.plots.bifurcation import bifurcation_figure
 from helmscope.plots.density import density_figure, density_path_figure
 from helmscope.plots.depth import depth_figure
 from helmscope.plots.free_energy import free_energy_figure
 from helmscope.plots.measurement import measurement_figure
+from helmscope.plots.measurements import measurements_figure
 from helmscope.plots.overview import overview_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.tokens import tokens_figure
@@ -42,6 +44,8 @@ def plot(item: object, **options: Any) -> Figure:
     - a ``Recording``: clustering, rank and radius over depth (``depth_figure``: ``title``);
     - a Measurement, such as ``track`` or ``overview`` returns, or a dict of several by label: curves with intervals
       over depth, layer or time, and maps over heads (``measurement_figure``: ``variables``, ``log``, ``title``);
+    - all measurements of a system, the dict that ``measure`` returns: panels over depth, and maps over heads
+      (``measurements_figure``: ``title``), or single ``variables`` of them as above;
     - an ``overview``: its four panels (``overview_figure``: ``title``), or single ``variables`` as curves;
     - a ``PhaseDiagram``: heat maps (``phase_figure``: ``title``);
     - a transport ``Plan`` (``plan_figure``: ``lines``, ``title``) or ``Barycenter`` (``barycenter_figure``: ``title``);
@@ -162,4 +166,6 @@ def _variable(item: xr.DataArray, **options: Any) -> Figure:
 
 @plot.register(Mapping)
 def _measurements(item: Mapping[str, xr.Dataset], **options: Any) -> Figure:
+    if item and set(item) <= set(measurement_names()) and not {"variables", "log"} & set(options):
+        return _draw(measurements_figure, item, options)
     return _draw(measurement_figure, item, options)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from helmscope.claims.arm_statistics import SILENT, choose_prompts, over_prompts
+from helmscope.claims.arm_statistics import SILENT, over_prompts
 from helmscope.claims.attention_trials import contexts_of, writes_nothing
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.meanfield.circle_grid import CircleGrid
@@ -126,7 +127,7 @@ def _on_model(case: TrialCase) -> Finding:
     for the number of contexts, the diffusivities in modes A, B and C, shares of covariance between heads and keys, the
     distance from normal increments, untrained twins, and the change of the cloud's variance over attention half-steps.
     """
-    prompts, _ = choose_prompts(case.count(64, quick=16), case.subject, 1)
+    prompts, _ = choose_prompts(case.count(64, quick=16), case.subject, gap=1)
     missing = case.subject.unmet_premise("kernel", "replay")
     if missing is not None:
         return Finding.impossible(missing)

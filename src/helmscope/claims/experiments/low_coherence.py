@@ -8,14 +8,14 @@ import numpy as np
 import xarray as xr
 from scipy import stats
 
-from helmscope.claims.arm_statistics import choose_prompts
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import MlpShares
+from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.intervene.arms import Arm, AttentionMode
-from helmscope.models.bundled_models import is_bundled, sibling_history, training_history
+from helmscope.models.bundled_models import ablated_training_history, is_bundled, training_history
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
 
@@ -36,7 +36,7 @@ def low_coherence(case: TrialCase) -> Finding:
     unmet = case.subject.unmet_premise("force", mlp=True)
     if unmet is not None:
         return Finding.impossible(unmet)
-    prompts, _ = choose_prompts(case.count(32, quick=8), case.subject, 1)
+    prompts, _ = choose_prompts(case.count(32, quick=8), case.subject, gap=1)
     recording = case.subject.recording_of(prompts)
     refused = recording.refusal(MlpJacobian())
     if refused is not None:
@@ -89,7 +89,7 @@ def _excess(weights: xr.Dataset) -> np.ndarray:
 def _alignment_and_share(case: TrialCase, weights: xr.Dataset, shares: MlpShares) -> tuple[np.ndarray, np.ndarray, str]:
     """Alignment and conservative share over (layer, snapshot), and where they come from."""
     if case.subject.model == "A":
-        history = sibling_history()
+        history = ablated_training_history()
         share = 1 - history.swirl_index.mean("prompt")
         tables = [np.asarray(each.transpose("layer", "step").values) for each in (abs(history.alignment), share)]
         return tables[0], tables[1], f"{history.sizes['step']} snapshots of a sibling of A"

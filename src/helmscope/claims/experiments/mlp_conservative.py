@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.claims.arm_statistics import choose_prompts
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import NOTHING_WRITTEN, MlpShares, half_steps
+from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.jacobian_algebra import JacobianInvariants
@@ -44,7 +44,7 @@ def mlp_conservative(case: TrialCase) -> Finding:
     weights as printed; the share of tokens at which the trace of the Jacobian is positive.
     """
     unmet = case.subject.unmet_premise("force", mlp=True)
-    prompts, _ = choose_prompts(case.count(64, quick=32), case.subject, 1)
+    prompts, _ = choose_prompts(case.count(64, quick=32), case.subject, gap=1)
     least = case.constant("least_prompts")
     if unmet is None and len(prompts) < least:
         unmet = f"the claim needs {least} texts with two different tokens, but {case.subject.name} has {len(prompts)}"

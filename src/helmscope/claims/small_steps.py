@@ -1,0 +1,130 @@
+"""The angles by which half-steps of a model move tokens: the evidence of small-steps, and the premise of claims that
+take depth for continuous time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from helmscope.claims.entry import SubjectKind
+from helmscope.claims.evidence import EverySample, PremiseImpossible
+from helmscope.claims.prompts import choose_prompts
+from helmscope.claims.reading import entry
+from helmscope.intervene.arms import Arm, AttentionMode
+from helmscope.observe.depth_steps import depth_steps
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+    from helmscope.claims.evidence import Evidence
+    from helmscope.claims.registry import TrialCase
+    from helmscope.models.recording import Recording
+    from helmscope.types import System, Trajectory
+
+CLAIM, SILENT = "small-steps", "blocks that write nothing"
+AT_REST = 1e-6  # radians: rounding of states in float32
+FULL, QUICK = 64, 32  # prompts
+
+
+@dataclass(frozen=True, eq=False)
+class StepSizes:
+    """The steps of a recording, a system or a trajectory over (depth, prompt), as ``depth_steps`` measures them.
+
+    >>> import torch
+    >>> from helmscope.types import Trajectory
+    >>> states = torch.eye(3).expand(2, 4, 3, 3)
+    >>> StepSizes.of(Trajectory(torch.arange(2.0), states)).evidence
+    PremiseImpossible(reason='no token moves, and an angle of 0 is not evidence of small steps')
+    """
+
+    measured: xr.Dataset
+
+    @classmethod
+    def of(cls, source: Trajectory | System) -> StepSizes:
+        """The steps of a source.
+
+        >>> import torch
+        >>> from helmscope.types import Trajectory
+        >>> StepSizes.of(Trajectory(torch.arange(2.0), torch.eye(3).expand(2, 4, 3, 3))).medians.shape
+        (1, 4)
+        """
+        return cls(depth_steps(source))
+
+    @property
+    def medians(self) -> np.ndarray:
+        """The median angle of each half-step over (half-step, prompt)."""
+        values: np.ndarray = self.measured.median_angle.values[1:]
+        return values
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each half-step, such as "half-step 3 (attention)"."""
+        halves = [f" ({half})" for half in self.measured.half.values[1:]] if "half" in self.measured.coords else None
+        return [f"half-step {k + 1}{halves[k] if halves else ''}" for k in range(len(self.medians))]
+
+    @property
+    def evidence(self) -> Evidence:
+        """The median angles of all half-steps, or that there are no steps."""
+        if not (self.medians > AT_REST).any():
+            return PremiseImpossible("no token moves, and an angle of 0 is not evidence of small steps")
+        return EverySample(list(self.medians), "prompts", self.names)
+
+
+def step_prompts(case: TrialCase) -> Recording:
+    """The recording of the subject of a case on the prompts on which its steps are measured.
+
+    >>> from helmscope.claims.registry import TrialCase
+    >>> from helmscope.models.subject import Subject
+    >>> len(step_prompts(TrialCase(quick=True, subject=Subject("A"))).batch)
+    32
+    """
+    prompts, _ = choose_prompts(case.count(FULL, quick=QUICK), case.subject, gap=1)
+    return case.subject.recording_of(prompts)
+
+
+def small_steps_premise(case: TrialCase) -> str:
+    """The ruling of small-steps on the subject of a case, as a sentence for the remark of a claim whose premise it is;
+    "" for a simulation. It is measured once per subject and process.
+
+    >>> from helmscope.claims.registry import TrialCase
+    >>> from helmscope.models.subject import Subject
+    >>> small_steps_premise(TrialCase(quick=True, subject=Subject("A")))
+    'Premise: small-steps is refuted here (0.91 rad at half-step 2 (mlp)).'
+    """
+    if case.subject.is_simulation:
+        return ""
+    return case.subject.measured(("small-steps premise", case.quick), lambda: _premise(case), len)
+
+
+def _premise(case: TrialCase) -> str:
+    (condition,) = entry(CLAIM).conditions_on(SubjectKind.MODEL)
+    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
+    if unmet is not None:
+        return f"Premise: small-steps cannot be tried here, since {unmet}."
+    recording = step_prompts(case)
+    sizes = StepSizes.of(recording)
+    assessment = sizes.evidence.weigh(condition.region)
+    if assessment.interval is None or assessment.ruling is Ruling.IMPOSSIBLE:
+        return f"Premise: small-steps has no ruling here, since {assessment.basis}."
+    means = sizes.medians.mean(1)
+    largest = int(means.argmax())
+    angle = f"{means[largest]:.2g} rad at {sizes.names[largest]}"
+    (control,) = (each for each in entry(CLAIM).controls if each.name == SILENT)
+    without = StepSizes.of(silenced(recording)).evidence.weigh(condition.region).ruling
+    if without.value not in control.expected:
+        return f"Premise: small-steps is inconclusive here ({angle}; its control without writes fails)."
+    return f"Premise: small-steps is {assessment.ruling.value} here ({angle})."
+
+
+def silenced(recording: Recording) -> Recording:
+    """The same recording with blocks that write nothing.
+
+    >>> from helmscope.models.record import record
+    >>> silent = silenced(record("A", ["Once upon a time"]))
+    >>> bool((silent.stream(depth=1) == silent.stream(depth=0)).all())
+    True
+    """
+    return recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))

@@ -1,0 +1,53 @@
+"""``helmscope measure``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from helmscope.cli.options import AllowMixed, AsJson, Device, Jobs, MaxMemory, OnRay, Resume, Texts, Threads
+
+
+def measure(
+    model: Annotated[str, typer.Argument(help="A, B, tied, a folder or a Hub id.")] = "A",
+    texts: Texts = None,
+    texts_count: Annotated[int | None, typer.Option(help="Number of texts [default: 64; 32 if quick].")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each text, at most [default: 128; 64 if quick].")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Fewer and shorter texts, and smaller samples.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a measurement; may be repeated [default: all of them].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of what is sampled.")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 1,
+    jobs: Jobs = 1,
+    max_memory: MaxMemory = None,
+    ray: OnRay = None,
+    plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
+    out: Annotated[str | None, typer.Option(help="New run folder [default: runs/measure-DATE-TIME].")] = None,
+    resume: Resume = False,
+    allow_mixed: AllowMixed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on texts: attention, MLPs, steps over depth and transport, each written to a netCDF file, with
+    one picture of all.
+    """
+    options = locals()
+    from helmscope.cli.options import check_plot, make_engine, make_spec
+    from helmscope.cli.output import run_and_show
+    from helmscope.jobs import MeasurementSpec
+
+    def draw(result: Any) -> Any:
+        from helmscope.plots.measurements import measurements_figure
+
+        return measurements_figure(result.measured, title=result.spec.title)
+
+    spec = make_spec(MeasurementSpec, options | {"only": only or []})
+    engine = make_engine(jobs, max_memory, threads, ray)
+    picture: dict[str, Any] = {"plot": check_plot(plot), "draw": draw}
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

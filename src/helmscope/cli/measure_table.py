@@ -1,0 +1,76 @@
+"""The table of ``helmscope measure``: one line per quantity."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from helmscope.jobs import MeasurementResult
+
+
+def show_measurements(result: MeasurementResult, as_json: bool) -> None:
+    """Print the mean over depth and heads of every quantity, with its interval over prompts."""
+    from helmscope.cli.results import estimate_text, json_numbers
+    from helmscope.store.printable import printable
+
+    report: dict[str, Any] = {"folder": str(result.folder.path), "ok": result.ok, "measured": {}}
+    for name, each in result.measured.items():
+        rows = {}
+        for variable, summary in quantities(each).items():
+            numbers = (summary[key] for key in ("value", "low", "high"))
+            rows[variable] = dict(zip(("value", "low", "high"), map(json_numbers, numbers), strict=True))
+            rows[variable]["n"] = summary["n"]
+        report["measured"][name] = rows
+    report["skipped"] = dict(result.skipped)
+    if result.picture is not None:
+        report["picture"] = str(result.picture)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    print("means over depth, tokens and heads, with 95 % confidence intervals over prompts:")
+    for name, rows in report["measured"].items():
+        print(printable(name))
+        for variable, row in rows.items():
+            print(f"{printable(variable):>32}: {estimate_text(row['value'], row['low'], row['high'])}")
+    for key in ("picture", "folder"):
+        if key in report:
+            print(f"{key}: {report[key]}")
+
+
+def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
+    """The mean of each variable over all axes but its replicates, with its interval over them; NaN where there is
+    none.
+
+    >>> import xarray as xr
+    >>> rank = xr.Dataset({"rank": (("layer", "prompt"), [[1.0, 2.0], [3.0, 4.0]])})
+    >>> quantities(rank)["rank"]["value"]
+    2.5
+    """
+    import numpy as np
+
+    from helmscope.stats.reduce import reduced
+    from helmscope.types import keeps_replicates, replicate_axis
+
+    if keeps_replicates(measurement):
+        over = replicate_axis(measurement)
+        names = [str(name) for name in measurement.data_vars]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mean of quantities that are NaN everywhere
+            whole = {name: measurement[name].mean([d for d in measurement[name].dims if d != over]) for name in names}
+        data = reduced(measurement.assign(whole)[names])
+    else:
+        data = reduced(measurement)
+    found = {}
+    for name in (str(each) for each in data.data_vars if f"{each}_low" in data):
+        value, low, high = (float(np.nanmean(data[f"{name}{end}"].values)) for end in ("", "_low", "_high"))
+        found[name] = {
+            "value": value,
+            "low": low,
+            "high": high,
+            "n": int(data[name].attrs.get("n", data.attrs.get("n", 0))),
+        }
+    return found

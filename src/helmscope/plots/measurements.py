@@ -1,0 +1,163 @@
+"""The figure of all measurements of a system, such as ``measure`` returns: one page of panels over depth."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from helmscope.plots.maps import draw_map
+from helmscope.plots.measured import as_floats, axis_name, plain, variables, whole_ticks
+from helmscope.plots.style import COLORS, blank_figure, styled
+from helmscope.stats.reduce import band, reduced
+from helmscope.types import HelmscopeError, pluralized, replicate_axis, type_with_article
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.axes import Axes
+
+    from helmscope.plots.figure import Figure
+
+STATE_AXES = ("depth", "layer", "time")
+ACROSS, WIDTH, HEIGHT, HEADING = 4, 3.1, 2.4, 0.7  # panels in a row; inches
+MOST_PANELS, MOST_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
+HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
+HALF_NAMES = {"mlp": "MLP"}
+# the variables that are drawn first, where a measurement has more than fit
+FIRST = {
+    "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
+    "depth_steps": ("median_angle", "update_cosine", "net_angle", "radius"),
+    "transport_ratio": ("ratio", "whole_ratio", "relative_step"),
+    "effective_beta": ("beta_others", "r_squared_others"),
+}
+
+
+def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") -> Figure:
+    """Figure of Measurements by name, as ``measure`` returns them: for each a few panels over depth, layer or time.
+
+    Each curve is the mean over replicates with its interval. Values over depth of a recording are marked by the half of
+    a layer that they describe, attention and MLP; variables with heads are maps of layer and head. At most six
+    variables of each Measurement are drawn. Raises HelmscopeError for anything else than Measurements, and if none of
+    them has an axis depth, layer or time.
+
+    >>> import xarray as xr
+    >>> steps = xr.Dataset({"angle": (("depth", "prompt"), [[0.1, 0.2], [0.2, 0.2]])}, {"depth": [1, 2]})
+    >>> [panel.get_title(loc="left") for panel in measurements_figure({"depth_steps": steps}).axes]
+    ['depth steps: angle']
+    """
+    panels, counts = [], set()
+    for name, each in measured.items():
+        if not hasattr(each, "data_vars"):
+            raise HelmscopeError(f"measured['{name}'] is {type_with_article(each)}, but it must be a Measurement")
+        data = reduced(each)
+        counts.add(f"{pluralized(int(data.attrs.get('n', 0)), str(data.attrs.get('replicate', replicate_name(each))))}")
+        panels += [(name, data, variable) for variable in _chosen(name, data)]
+    if not panels:
+        raise HelmscopeError("measured has no variable over depth, layer or time, but a figure needs one")
+    columns = min(ACROSS, len(panels))
+    rows = -(-len(panels) // columns)
+    with styled():
+        figure = blank_figure(WIDTH * columns, HEIGHT * rows + HEADING)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for place, (name, data, variable) in zip(axes, panels, strict=False):
+            _draw(figure, place, name, data, variable)
+        for place in axes[len(panels) :]:
+            place.set_axis_off()
+        _draw_legend(figure, panels)
+        bands = f"mean over {' or '.join(sorted(counts))}; band: 95 % interval"
+        figure.suptitle(plain(f"{title}\n{bands}" if title else bands), fontsize=9)
+    return figure
+
+
+def replicate_name(measurement: xr.Dataset) -> str:
+    """The name of the replicates of a Measurement; "replicate" if it was reduced and does not say.
+
+    >>> import xarray as xr
+    >>> replicate_name(xr.Dataset({"rank": ("prompt", [1.0])}))
+    'prompt'
+    """
+    try:
+        return str(replicate_axis(measurement))
+    except HelmscopeError:
+        return "replicate"
+
+
+def _chosen(name: str, data: xr.Dataset) -> list[str]:
+    """The variables to draw: those over depth, layer or time, and at most one further axis."""
+    possible = []
+    for variable in variables(data):
+        axes = [str(dim) for dim in data[variable].dims if data[variable].sizes[dim] > 1]
+        if any(dim in STATE_AXES for dim in axes) and len(axes) <= 2 and bool(data[variable].notnull().any()):
+            possible.append(variable)
+    first = [variable for variable in FIRST.get(name, ()) if variable in possible]
+    others = [variable for variable in possible if variable not in first]
+    return first if first else others[:MOST_PANELS]
+
+
+def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: str) -> None:
+    value = data[variable].squeeze([dim for dim in data[variable].dims if data[variable].sizes[dim] == 1], drop=True)
+    axis = next(str(dim) for dim in value.dims if dim in STATE_AXES)
+    value = value.transpose(axis, ...)
+    title = f"{name.replace('_', ' ')}: {value.attrs.get('long_name', variable.replace('_', ' '))}"
+    shown = "\n".join(textwrap.wrap(title, LETTERS))
+    if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MOST_CURVES):
+        draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown)
+        panel.title.set_fontsize(8)
+        panel.set_title(plain(shown), loc="left", fontsize=8)
+        return
+    _draw_curves(panel, data, variable, value, axis)
+    panel.set_title(plain(shown), loc="left", fontsize=8)
+    panel.set_xlabel(plain(axis_name(value, axis)), fontsize=8)
+    whole_ticks(panel.xaxis, value, axis)
+
+
+def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray, axis: str) -> None:
+    x = np.asarray(value[axis].values, dtype=np.float64)
+    low, high = (
+        each.transpose(*data[variable].dims).squeeze(drop=True).transpose(axis, ...) for each in band(data, variable)
+    )
+    columns = [(), *value.dims[1:]]
+    family = [None] if len(columns) == 1 else range(value.sizes[value.dims[1]])
+    halves = np.asarray(data["half"].values).astype(str) if "half" in data.coords and axis == "depth" else None
+    for k, member in enumerate(family):
+        y, bottom, top = (
+            np.asarray((each if member is None else each.isel({value.dims[1]: member})).values, dtype=np.float64)
+            for each in (value, low, high)
+        )
+        color = COLORS[k % len(COLORS)] if halves is None or member is not None else "#8a8f98"
+        label = None if member is None else f"{value.dims[1]} {value[value.dims[1]].values[member]}"
+        panel.plot(x, y, color=color, linewidth=1.0 if halves is not None else 1.6, label=label)
+        panel.fill_between(x, bottom, top, color=color, alpha=0.2, linewidth=0)
+        if halves is not None and member is None:
+            for half in HALF_COLORS:
+                here = halves == half
+                style: dict[str, Any] = {"color": HALF_COLORS[half], "markersize": 3, "linestyle": ""}
+                panel.plot(x[here], y[here], marker="o", **style)
+    if len(list(family)) > 1:
+        panel.legend(fontsize=7)
+    if bool(np.nanmin(value.values) < 0 < np.nanmax(value.values)):
+        panel.axhline(0, color="#c3c7cd", linewidth=0.8, zorder=0)
+
+
+def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> None:
+    """The colors of the halves of a layer, if some panel marks them."""
+    from matplotlib.lines import Line2D
+
+    marked = {str(half) for _, data, _ in panels if "half" in data.coords for half in np.unique(data["half"].values)}
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=color,
+            marker="o",
+            markersize=4,
+            linestyle="",
+            label=f"{HALF_NAMES.get(half, half)} half-step",
+        )
+        for half, color in HALF_COLORS.items()
+        if half in marked
+    ]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)

@@ -1,0 +1,120 @@
+"""The command ``helmscope measure``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.cli.measure_table import quantities
+from helmscope.jobs import MeasurementSpec, names, read_spec, run
+from helmscope.jobs.measure import join_measurements, split_measurements
+from helmscope.models.subject import Subject
+from helmscope.observe import measurement_names
+from support.model_families import tiny_model
+
+SMALL = ("measure", "A", "--texts-count", "3", "--tokens", "8", "--out", "run")
+
+
+def test_a_run_matches_the_library(helmscope, tmp_path):
+    code, out, _ = helmscope(*SMALL, "--quick", "--json", "--seed", "2")
+    assert code == 0
+    report = json.loads(out)
+    assert list(report["measured"]) == list(measurement_names())
+    files = {f"{name}.nc" for name in measurement_names()} | {"measurements.png", "spec.toml", "units.json"}
+    assert files <= set(os.listdir(tmp_path / "run"))
+    rows = [list(row[:8]) for row in Subject("A").token_ids[:3]]
+    recording = hs.record("A", torch.tensor(rows))
+    stored = hs.store.RunFolder.open("run")
+    for name, expected in hs.measure(recording, quick=True, seed=2).items():
+        found = stored.read_results(name)
+        assert set(found.data_vars) == set(expected.data_vars)
+        for variable in expected.data_vars:
+            assert found[variable].dims == expected[variable].dims
+            assert np.allclose(found[variable].values, expected[variable].values, rtol=1e-4, atol=1e-5, equal_nan=True)
+    row = report["measured"]["depth_steps"]["angle"]
+    assert row["value"] == pytest.approx(float(stored.read_results("depth_steps").angle.mean()), rel=1e-9)
+    assert row["low"] < row["value"] < row["high"]
+    assert row["n"] == 3
+
+
+def test_the_table_and_the_picture(helmscope, tmp_path):
+    code, out, err = helmscope(*SMALL, "--only", "depth_steps", "--only", "arc_length", "--plot", "steps.svg")
+    assert code == 0
+    lines = out.splitlines()
+    assert "arc_length" in lines
+    assert any(line.strip().startswith("median_angle: 0.") for line in lines)
+    assert "picture: steps.svg" in lines
+    assert (tmp_path / "steps.svg").read_bytes()[:5] == b"<?xml"
+    assert "2 measurements of 3 texts: roughly" in err  # the estimate comes first
+
+
+def test_an_interrupted_run_is_resumed(helmscope, tmp_path):
+    options = (*SMALL, "--only", "depth_steps", "--only", "arc_length", "--only", "kernel_statistics")
+    assert helmscope(*options)[0] == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run" / "units").iterdir()}
+    (tmp_path / "run" / "units" / "depth_steps.nc").unlink()
+    (tmp_path / "run" / "depth_steps.nc").unlink()
+    code, _, err = helmscope(*options, "--resume")
+    assert code == 0
+    assert "2 already done" in err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "units").iterdir()} == before
+    code, _, err = helmscope(*options, "--seed", "1", "--resume")
+    assert code == 2
+    assert "was started with seed 0 (now 1)" in err
+
+
+def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "mine")
+    (tmp_path / "texts.json").write_text(json.dumps([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]))
+    code, _, err = helmscope("measure", "mine", "--texts", "texts.json", "--only", "depth_steps", "--out", "run")
+    assert code == 0, err
+    assert hs.store.RunFolder.open("run").read_results("depth_steps").sizes["prompt"] == 2
+    assert read_spec("run").model == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--only", "depth_step"), "did you mean 'depth_steps'"),
+        (("--tokens", "1"), "tokens is 1"),
+        (("--texts", "missing.txt"), "texts is 'missing.txt', but it cannot be read"),
+        (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
+    ],
+)
+def test_bad_input_exits_with_one_sentence(helmscope, options, said):
+    code, _, err = helmscope(*SMALL, *options)
+    assert code == 2
+    assert said in err
+    assert not os.path.exists("run")
+
+
+def test_completion_knows_all_measurements():
+    assert measurement_names() == names.MEASUREMENTS
+
+
+def test_measurements_joined_in_one_dataset_are_split_again():
+    measured = hs.measure(hs.record("A", ["Once upon a time", "The cat sat"]), only=["depth_flow", "kernel_statistics"])
+    again = split_measurements(join_measurements(measured))
+    assert list(again) == list(measured)
+    for name, each in measured.items():
+        assert again[name].identical(each)
+
+
+def test_one_line_per_quantity():
+    steps = hs.measure(hs.record("A", ["Once upon a time", "The cat sat"]), only=["depth_steps"])["depth_steps"]
+    table = quantities(steps)
+    assert set(table) == set(steps.data_vars)
+    assert table["angle"]["value"] == pytest.approx(float(steps.angle.mean()))
+
+
+def test_the_estimate_counts_forwards():
+    full = hs.jobs.estimate(MeasurementSpec(texts_count=4, tokens=8))
+    some = hs.jobs.estimate(MeasurementSpec(texts_count=4, tokens=8, only=["depth_steps"]))
+    assert full.work == "7 measurements of 4 texts"
+    assert full.seconds > some.seconds > 0
+    assert run is hs.jobs.run
