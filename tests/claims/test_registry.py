@@ -25,31 +25,11 @@ PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
     *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift", "elliptic"),
-    *("encoder-decoder", "energy-rises"),
-    *("entropy-identity", "extremes", "finite-time", "free-energy-descends", "generator", "heads-average"),
-    *("histogram-width", "jko-step", "kuramoto", "mean-field-limit", "measure-flow", "metastability", "mixture"),
-    *(
-        "mlp-prevents",
-        "mobility",
-        "no-mean-drift",
-        "norm-confines",
-        "one-cluster",
-        "phase-curve",
-        "radial",
-        "rate",
-        "repulsive",
-    ),
-    *(
-        "residual-flow",
-        "scalar-diffusion",
-        "settles",
-        "stability",
-        "stable-softmax",
-        "steady-order",
-        "tokens-cluster",
-        "whitening",
-    ),
-    "z-metric",
+    *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
+    *("generator", "heads-average", "histogram-width", "jko-step", "kuramoto", "mean-field-limit", "measure-flow"),
+    *("metastability", "mixture", "mlp-prevents", "mobility", "no-mean-drift", "norm-confines", "one-cluster"),
+    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "stability"),
+    *("stable-softmax", "steady-order", "tokens-cluster", "whitening", "z-metric"),
 )
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from helmscope.claims.arm_statistics import over_prompts
-from helmscope.claims.attention_trials import TWIN_PROMPTS, AttentionTrial, by_prompt, layer_means
+from helmscope.claims.attention_trials import TWIN_PROMPTS, AttentionTrial, by_prompt, contexts_of, layer_means
 from helmscope.claims.curves import curve
+from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.observe.context_noise import context_groups, context_noise
 from helmscope.observe.kernel import normalized_rows
 from helmscope.types import HelmscopeError, Instrument, Needs
 
@@ -74,6 +76,7 @@ def clt_sharp(case: TrialCase) -> Finding:
                 over_layers(measured.lindeberg_share)
             ),
             **TwinContrast(share, twins).described("share of rows"),
+            **_over_contexts(case, trial),
         },
         data=curve(
             "share_of_rows",
@@ -87,6 +90,31 @@ def clt_sharp(case: TrialCase) -> Finding:
         f"contribute runs {layer_means(measured.lindeberg_share.mean('head'))}.{trial.caveat}",
         setting=trial.setting,
     )  # fmt: skip
+
+
+def _over_contexts(case: TrialCase, trial: AttentionTrial) -> dict[str, Evidence]:
+    """How far increments of layer 0 over contexts are from normal, and how much of their covariance is between heads;
+    why not, if no word occurs often enough at the same position.
+    """
+    name = "distance from normal of increments over contexts"
+    try:
+        contexts, _ = contexts_of(case.subject)
+        groups = context_groups(trial.few, contexts, groups=case.count(256, quick=32), seed=case.seed)
+    except HelmscopeError as error:
+        return {name: PremiseImpossible(str(error))}
+    measured = context_noise(groups, seed=case.seed)
+    excess = measured.normal_distance - measured.normal_distance_null
+    few_keys = measured.effective_keys <= measured.effective_keys.median()
+    rows = {
+        name: measured.normal_distance,
+        "the same of normal samples of the same size": measured.normal_distance_null,
+        "distance above that of normal samples, half of the groups with fewer effective keys": excess[few_keys],
+        "distance above that of normal samples, half of the groups with more effective keys": excess[~few_keys],
+        "share of covariance over contexts between heads": measured.cross_head_share,
+        "share of covariance over contexts between keys": measured.cross_token_share,
+    }
+    finite = {label: values.values[np.isfinite(values.values)] for label, values in rows.items()}
+    return {label: Replicates(values, "groups") for label, values in finite.items() if len(values) > 1}
 
 
 class RowShares(Instrument):
