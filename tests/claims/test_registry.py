@@ -67,10 +67,10 @@ def test_an_experiment_reads_every_constant_of_its_entry(claim: str) -> None:
     code = (FOLDER / f"{claim.replace('-', '_')}.py").read_text()
     if "Factorial.of(case)" in code:
         code += inspect.getsource(Factorial.of)
-    if "Factorial.of(case)" in code or "ChosenPrompts.of(case" in code:
-        code += inspect.getsource(ChosenPrompts.of)
     if "AttentionTrial.of(case)" in code:
         code += inspect.getsource(AttentionTrial.of)
+    if "Factorial.of(case)" in code or "ChosenPrompts.of(case" in code:
+        code += inspect.getsource(ChosenPrompts.of)
     entry = read_catalogue()[claim]
     only_simulated = SubjectKind.MODEL in entry.decided and SubjectKind.MODEL not in experiments()[claim].subject_kinds
     # one-cluster has a constant for each of several regimes, and makes up their names

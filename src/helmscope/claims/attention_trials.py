@@ -14,13 +14,14 @@ import torch
 
 from helmscope.claims.arm_statistics import SILENT
 from helmscope.claims.evidence import EverySample, Evidence, PremiseImpossible
-from helmscope.claims.prompts import choose_prompts
+from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.observe.attention_noise import AttentionNoiseSpectrum
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, with_heads
-from helmscope.types import HelmscopeError, Instrument, Needs, pluralized
+from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from helmscope.models.subject import Subject
     from helmscope.types import AttentionTensors, ReplayContext
 
-PROMPTS, PROMPTS_QUICK, TWIN_PROMPTS = 64, 32, 8
+TWIN_PROMPTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +43,12 @@ class AttentionTrial:
     >>> from helmscope.claims.registry import registered_case
     >>> from helmscope.models.subject import Subject
     >>> trial = AttentionTrial.of(registered_case("elliptic", subject=Subject("A"), quick=True))
-    >>> len(trial.prompts), trial.unmet is None
+    >>> len(trial.prompts), trial.without_ruling is None
     (32, True)
     """
 
     subject: Subject
-    prompts: tuple[Prompt, ...]
-    first_tokens: int
+    chosen: ChosenPrompts
     least_prompts: int
 
     @classmethod
@@ -60,17 +60,23 @@ class AttentionTrial:
         >>> AttentionTrial.of(registered_case("elliptic", subject=Subject("A"), quick=True)).least_prompts
         32
         """
-        prompts, first_tokens = choose_prompts(case.count(PROMPTS, quick=PROMPTS_QUICK), case.subject, gap=1)
-        return cls(case.subject, prompts, first_tokens, case.constant("least_prompts"))
+        return cls(case.subject, ChosenPrompts.of(case, gap=1), case.constant("least_prompts"))
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts, texts of the subject."""
+        return self.chosen.texts
+
+    @property
+    def without_ruling(self) -> Finding | None:
+        """The finding of a subject on which the claim cannot be tried, or has too few prompts; None if it can."""
+        if self.chosen.too_few:
+            return Finding.undecided(self.chosen.too_few)
+        return None if self.unmet is None else Finding.impossible(self.unmet)
 
     @cached_property
     def unmet(self) -> str | None:
-        """Why the claim cannot be decided: too few texts, hidden heads, or halves that cannot be switched off."""
-        if len(self.prompts) < self.least_prompts:
-            return (
-                f"the claim needs {self.least_prompts} texts of different tokens, but {self.subject.name} has "
-                f"{pluralized(len(self.prompts), 'such text')}: how it varies over prompts cannot be decided"
-            )
+        """Why the claim cannot be tried: hidden heads, or halves that cannot be switched off."""
         missing = self.subject.unmet_premise("kernel", "replay")
         if missing is not None:
             return missing
@@ -108,19 +114,8 @@ class AttentionTrial:
         dim = anatomy.dim - (2 if anatomy.centered else 1)
         coordinates = "state as read, gain and bias included" if anatomy.post_norm else "residual stream"
         return (
-            f"model {self.subject.name}, {pluralized(len(self.prompts), 'text')} with "
-            f"{pluralized(self.first_tokens, 'distinct first token')}; direction of the {coordinates}, writes divided "
-            f"by its length, tangent dimension {dim}"
-        )
-
-    @property
-    def caveat(self) -> str:
-        """A sentence on prompts that share their first tokens; "" if there are enough different ones."""
-        if self.first_tokens >= self.least_prompts:
-            return ""
-        return (
-            f" The texts have only {pluralized(self.first_tokens, 'distinct first token')}, so that prompts are not "
-            "independent and the interval is too narrow."
+            f"model {self.subject.name}, {self.chosen.setting}; direction of the {coordinates}, writes divided by its "
+            f"length, tangent dimension {dim}"
         )
 
     def silent_evidence(self, made: Callable[[Recording], Evidence], what: str) -> Evidence:

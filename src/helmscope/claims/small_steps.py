@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import SubjectKind
 from helmscope.claims.evidence import EverySample, PremiseImpossible
-from helmscope.claims.prompts import choose_prompts
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.reading import entry
+from helmscope.claims.registry import registered_case
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.types import Ruling
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 CLAIM, SILENT = "small-steps", "blocks that write nothing"
 AT_REST = 1e-6  # radians: rounding of states in float32
-FULL, QUICK = 64, 32  # prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,18 +73,6 @@ class StepSizes:
         return EverySample(list(self.medians), "prompts", self.names)
 
 
-def step_prompts(case: TrialCase) -> Recording:
-    """The recording of the subject of a case on the prompts on which its steps are measured.
-
-    >>> from helmscope.claims.registry import TrialCase
-    >>> from helmscope.models.subject import Subject
-    >>> len(step_prompts(TrialCase(quick=True, subject=Subject("A"))).batch)
-    32
-    """
-    prompts, _ = choose_prompts(case.count(FULL, quick=QUICK), case.subject, gap=1)
-    return case.subject.recording_of(prompts)
-
-
 def small_steps_premise(case: TrialCase) -> str:
     """The ruling of small-steps on the subject of a case, as a sentence for the remark of a claim whose premise it is;
     "" for a simulation. It is measured once per subject and process.
@@ -104,7 +92,10 @@ def _premise(case: TrialCase) -> str:
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
         return f"Premise: small-steps cannot be tried here, since {unmet}."
-    recording = step_prompts(case)
+    prompts = ChosenPrompts.of(registered_case(CLAIM, case.seed, quick=case.quick, subject=case.subject), gap=1)
+    if prompts.too_few:
+        return f"Premise: small-steps has no ruling here, since {prompts.too_few}."
+    recording = case.subject.recording_of(prompts.texts)
     sizes = StepSizes.of(recording)
     assessment = sizes.evidence.weigh(condition.region)
     if assessment.interval is None or assessment.ruling is Ruling.IMPOSSIBLE:

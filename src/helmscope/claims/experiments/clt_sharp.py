@@ -38,8 +38,8 @@ def clt_sharp(case: TrialCase) -> Finding:
     of independent values comes from terms above half of its standard deviation; untrained twins.
     """
     trial = AttentionTrial.of(case)
-    if trial.unmet is not None:
-        return Finding.impossible(trial.unmet)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
     rows = RowShares(largest_weight=case.constant("largest_weight"), first_row=case.constant("first_row"))
     measured = trial.recording.replay(rows)[rows.name]
     if bool(measured.share.isnull().all()):
@@ -61,6 +61,7 @@ def clt_sharp(case: TrialCase) -> Finding:
         return over_prompts(over_layers(recording.replay(rows)[rows.name].share))
 
     return Finding(
+        shortage=trial.chosen.alike,
         evidence={"share of rows": over_prompts(share)},
         controls={
             "causal-uniform kernel": over_prompts(rows.of_kernels([causal_uniform(n) for n in lengths])),
@@ -87,7 +88,7 @@ def clt_sharp(case: TrialCase) -> Finding:
         ),
         remark=f"The share runs {layer_means(measured.share.mean('head'))} over the layers; in untrained twins it is "
         f"{twins.mean():.3f}. The share of the variance of a sum of independent values that single large terms "
-        f"contribute runs {layer_means(measured.lindeberg_share.mean('head'))}.{trial.caveat}",
+        f"contribute runs {layer_means(measured.lindeberg_share.mean('head'))}.",
         setting=trial.setting,
     )  # fmt: skip
 

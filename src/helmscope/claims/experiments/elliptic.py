@@ -27,8 +27,8 @@ def elliptic(case: TrialCase) -> Finding:
     does a multiple of the tangent projector.
     """
     trial = AttentionTrial.of(case)
-    if trial.unmet is not None:
-        return Finding.impossible(trial.unmet)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
     tokens = case.count(4, quick=2)
 
     def spectrum(**options: int) -> AttentionNoiseSpectrum:
@@ -51,6 +51,7 @@ def elliptic(case: TrialCase) -> Finding:
 
     rank, bound = (found[name].mean("head").mean("layer").values for name in ("rank", "rank_bound"))
     return Finding(
+        shortage=trial.chosen.alike,
         evidence={
             "smallest eigenvalue": every_layer(found.smallest_eigenvalue),
             "rank per head": over_prompts(rank / dim),
@@ -78,6 +79,6 @@ def elliptic(case: TrialCase) -> Finding:
         ),
         remark=f"The smallest eigenvalue over the mean one runs {layer_means(found.smallest_eigenvalue)}, the rank of "
         f"the sum over heads {layer_means(found.total_rank)} of {dim}; a head has rank {float(rank.mean()):.1f}, at "
-        f"most {float(bound.mean()):.1f}.{trial.caveat}",
+        f"most {float(bound.mean()):.1f}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )

@@ -13,7 +13,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import NOTHING_WRITTEN, MlpShares, half_steps
-from helmscope.claims.prompts import choose_prompts
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.jacobian_algebra import JacobianInvariants
@@ -44,13 +44,12 @@ def mlp_conservative(case: TrialCase) -> Finding:
     weights as printed; the share of tokens at which the trace of the Jacobian is positive.
     """
     unmet = case.subject.unmet_premise("force", mlp=True)
-    prompts, _ = choose_prompts(case.count(64, quick=32), case.subject, gap=1)
-    least = case.constant("least_prompts")
-    if unmet is None and len(prompts) < least:
-        unmet = f"the claim needs {least} texts with two different tokens, but {case.subject.name} has {len(prompts)}"
     if unmet is not None:
         return Finding.impossible(unmet)
-    recording = case.subject.recording_of(prompts)
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
     refused = recording.refusal(MlpJacobian())
     if refused is not None:
         return Finding.impossible(refused)
@@ -60,7 +59,7 @@ def mlp_conservative(case: TrialCase) -> Finding:
     silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
     names = half_steps(list(recording.layers))
     permuted, symmetric = _permuted(recording, case), _symmetric(recording)
-    twins = _twins(case, prompts)
+    twins = _twins(case, prompts.texts)
     controls: dict[str, Evidence] = {
         "W_out permuted over neurons": EverySample(list(permuted), "prompts", names),
         "untrained twins": EverySample(list(twins.T), "twins", names),
@@ -79,6 +78,7 @@ def mlp_conservative(case: TrialCase) -> Finding:
         over="prompt",
     )
     return Finding(
+        shortage=prompts.alike,
         evidence={"antisymmetric share": own.at_every_half_step()},
         controls=controls,
         described=described,

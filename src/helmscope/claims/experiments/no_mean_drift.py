@@ -35,8 +35,8 @@ def no_mean_drift(case: TrialCase) -> Finding:
     are shown beside those of the causal-uniform kernel.
     """
     trial = AttentionTrial.of(case)
-    if trial.unmet is not None:
-        return Finding.impossible(trial.unmet)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
     if trial.causal:
         return _causal(case, trial)
     drift, statistics = AttentionDrift(), KernelStatistics()
@@ -55,6 +55,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
         return every_layer(recording.replay(drift)[drift.name].total_drift_ratio)
 
     return Finding(
+        shortage=trial.chosen.alike,
         evidence={
             "drift ratio": every_layer(ratio),
             "column sums": over_prompts(columns.mean("layer").values),
@@ -76,7 +77,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
         f"{layer_means(described['balanced'].ratio)} and with the uniform one "
         f"{layer_means(measured['uniform'].ratio)}. The root mean square deviation of the column sums "
         f"from 1 runs {layer_means(columns)}, the divergence from the balanced kernel {layer_means(divergence)} "
-        f"nats.{trial.caveat}",
+        f"nats.",
         setting=f"{trial.setting}; the balanced kernel on {len(few.batch)} of them",
     )  # fmt: skip
 

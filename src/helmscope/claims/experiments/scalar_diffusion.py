@@ -28,8 +28,8 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     as printed, tr Sigma / d, and on the tangent space, tr(T Sigma T) / d_t.
     """
     trial = AttentionTrial.of(case)
-    if trial.unmet is not None:
-        return Finding.impossible(trial.unmet)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
     tokens = case.count(4, quick=2)
     spectrum, planted = AttentionNoiseSpectrum(tokens=tokens, seed=case.seed), PlantedSigma()
     measured = trial.recording.replay(spectrum, planted, AttentionNoise())
@@ -44,6 +44,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
         return every_layer(recording.replay(spectrum)[spectrum.name].effective_share)
 
     return Finding(
+        shortage=trial.chosen.alike,
         evidence={
             "effective share of directions": every_layer(found.effective_share),
             "effective share at random": Replicates(random, "random covariances"),
@@ -66,7 +67,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
         ),
         remark=f"The effective share runs {layer_means(found.effective_share)}, that of random covariances of as many "
         f"heads and keys is {random.mean():.2f}; nu runs {layer_means(noise.total_nu)}, as printed "
-        f"{layer_means(noise.total_nu_as_printed)}.{trial.caveat}",
+        f"{layer_means(noise.total_nu_as_printed)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )
 

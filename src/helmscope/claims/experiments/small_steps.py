@@ -10,8 +10,9 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import StepSizes, silenced, step_prompts
+from helmscope.claims.small_steps import StepSizes, silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import exp, project, retract
 from helmscope.types import Trajectory
@@ -35,11 +36,10 @@ def small_steps(case: TrialCase) -> Finding:
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
         return Finding.impossible(unmet)
-    recording = step_prompts(case)
-    if len(recording.batch) < case.constant("least_prompts"):
-        return Finding.impossible(
-            f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed"
-        )
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
     sizes = StepSizes.of(recording)
     silent = StepSizes.of(silenced(recording))
     planted = {size: StepSizes.of(_planted(case, recording, size)) for size in case.constant("planted_angles")}
@@ -47,6 +47,7 @@ def small_steps(case: TrialCase) -> Finding:
     worst = int(sizes.medians.mean(1).argmax())
     contrast = TwinContrast(sizes.medians.max(0), np.stack([twin.medians.max(0) for twin in twins]))
     return Finding(
+        shortage=prompts.alike,
         evidence={"median angle": sizes.evidence},
         controls={
             **{f"steps of {size:g} rad": measured.evidence for size, measured in planted.items()},

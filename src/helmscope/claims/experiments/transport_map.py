@@ -10,8 +10,9 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import silenced, small_steps_premise, step_prompts
+from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.types import Half, Trajectory
@@ -38,11 +39,10 @@ def transport_map(case: TrialCase) -> Finding:
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
         return Finding.impossible(unmet)
-    recording = step_prompts(case)
-    if len(recording.batch) < case.constant("least_prompts"):
-        return Finding.impossible(
-            f"{len(recording.batch)} prompts are too few, {case.constant('least_prompts')} needed"
-        )
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value
     names = [f"half-step {int(depth)}" for depth in measured.depth.values[attention]]
@@ -52,6 +52,7 @@ def transport_map(case: TrialCase) -> Finding:
     twins = np.stack([transport_ratio(twin, euclidean=False).ratio.values[attention] for twin in recordings])
     ratios = measured.ratio.values[attention]
     return Finding(
+        shortage=prompts.alike,
         evidence={
             "cost ratio": _evidence(ratios, names),
             "whole depth": _or_nothing(measured.whole_ratio.values[-1]),
