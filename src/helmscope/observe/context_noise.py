@@ -85,7 +85,7 @@ def context_groups(
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
-    >>> found = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:128], groups=2)
+    >>> found = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=2, least=4)
     >>> len(found), found[0].outputs.shape[1:]
     (2, torch.Size([6, 32]))
     """
@@ -129,7 +129,7 @@ def context_noise(
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
-    >>> measured = context_noise(record("A", ["Once upon a time"]), validation_contexts()[:128], groups=2)
+    >>> measured = context_noise(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=2, least=4)
     >>> measured.slope.dims
     ('group',)
     """
