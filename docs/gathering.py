@@ -48,7 +48,7 @@ def rulings(run: Path) -> dict[str, str]:
         with xr.open_dataset(file, engine="h5netcdf") as stored:
             (verdict,) = json.loads(stored.attrs["verdict"])
         failed = [each["name"] for each in verdict["controls"] if each["ruling"] not in each["expected"]]
-        why = f": control {failed[0]} fails" if failed else ""
+        why = f"\n(its control {failed[0]} fails)" if failed else ""
         found[verdict["subject"]] = f"{verdict['ruling']}{why}"
     return found
 
@@ -71,7 +71,9 @@ def main() -> None:
                 if arm not in data.arm.values:
                     continue
                 depth = data.depth.values
-                panel.plot(depth, data.share.sel(chosen), style, color=color, linewidth=2, label=LABELS.get(arm, arm))
+                panel.plot(
+                    depth, data.share.sel(chosen), linestyle=style, color=color, linewidth=2, label=LABELS.get(arm, arm)
+                )
                 panel.fill_between(depth, low.sel(chosen), high.sel(chosen), color=color, alpha=0.2, linewidth=0)
             title = f"{subject}\nattention-clusters {ruled[subject]}" if subject in ruled else subject
             panel.set(xlabel="depth (half-layers)", ylim=(-0.02, 1.02))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import TypedDict
 
@@ -100,12 +101,27 @@ def redrawn(subject: Subject, seed: int) -> Subject:
     return Subject(subject.model, [subject.texts[k] for k in order], loops=subject.loops)
 
 
-def ruling(planned: PlannedTrial, seed: int) -> str:
+def ruling(planned: PlannedTrial, subject: Subject, seed: int) -> str:
     """The ruling of a quick trial."""
     other = None if planned.other is None else redrawn(planned.other, seed)
-    with redrawn(planned.subject, seed) as subject:
-        trial = try_claim(planned.claim, seed=seed, quick=True, subject=subject, other=other)
+    trial = try_claim(planned.claim, seed=seed, quick=True, subject=subject, other=other)
     return trial.verdict.ruling.value
+
+
+def make_missing(planned: list[PlannedTrial], rows: Rows, seeds: int) -> None:
+    """Make the missing rulings of the claims on one subject, seed by seed, so that they share what is recorded."""
+    for seed in range(seeds):
+        with redrawn(planned[0].subject, seed) as subject:
+            for each in planned:
+                found = rows[row_name(each)]["rulings"]
+                if len(found) == seed:
+                    found.append(ruling(each, subject, seed))
+        write(rows, seeds)
+
+
+def row_name(planned: PlannedTrial) -> str:
+    """The name of the row of a claim and subject."""
+    return f"{planned.claim} | {planned.label}"
 
 
 def main() -> None:
@@ -118,15 +134,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = stored_rows()
-    for planned in plan_trials(options.claims or list(experiments())):
-        if options.subjects and planned.label not in options.subjects:
-            continue
-        name = f"{planned.claim} | {planned.label}"
+    planned = [
+        each
+        for each in plan_trials(options.claims or list(experiments()))
+        if not options.subjects or each.label in options.subjects
+    ]
+    for each in planned:
+        name = row_name(each)
         if name not in rows or options.afresh or is_stale(name, rows[name]):
-            rows[name] = {"entry": entry(planned.claim).hash, "code": code_hash(planned.claim, None), "rulings": []}
-        found = rows[name]["rulings"]
-        found += [ruling(planned, seed) for seed in range(len(found), options.seeds)]
-        write(rows, options.seeds)
+            rows[name] = {"entry": entry(each.claim).hash, "code": code_hash(each.claim, None), "rulings": []}
+    for _, group in groupby(planned, key=lambda each: each.subject):
+        make_missing(list(group), rows, options.seeds)
     write(rows, options.seeds)
     print((HERE / "seeds.md").read_text())
 
