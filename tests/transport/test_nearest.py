@@ -47,6 +47,14 @@ def test_agrees_with_a_plain_loop(on_sphere: bool) -> None:
     assert nearest_neighbor_entropy(x, on_sphere=on_sphere) == pytest.approx(wanted, abs=1e-10)
 
 
+def test_quasi_random_points_repel_each_other_and_overestimate_the_entropy() -> None:
+    """Why the points must be independent: on the unit square the entropy is 0."""
+    regular = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(1024, dtype=torch.float64)
+    independent = torch.rand(1024, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert abs(nearest_neighbor_entropy(independent, on_sphere=False)) < 0.15
+    assert nearest_neighbor_entropy(regular, on_sphere=False) > 0.3
+
+
 def test_bad_input() -> None:
     with pytest.raises(HelmscopeError, match="x has 1 point"):
         nearest_neighbor_entropy(normal(1, 2, 0), on_sphere=False)

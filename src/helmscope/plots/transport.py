@@ -140,6 +140,8 @@ def discrete_bridge_figure(bridge: DiscreteBridge, *, title: str = "") -> Figure
     >>> figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()
     ('step', 'state')
     """
+    from matplotlib.ticker import MaxNLocator
+
     law = bridge.marginals.detach().cpu().numpy().T
     states, count = law.shape
     with styled():
@@ -150,7 +152,7 @@ def discrete_bridge_figure(bridge: DiscreteBridge, *, title: str = "") -> Figure
         panel.set(xlabel="step", ylabel="state")
         panel.grid(visible=False)
         for axis in (panel.xaxis, panel.yaxis):
-            axis.get_major_locator().set_params(integer=True)
+            axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=panel, label="probability")
         figure.suptitle(plain(title or f"bridge of a chain: {bridge.outcome}"), fontsize=9)
         return figure

@@ -110,12 +110,12 @@ class MeanFieldReference(Field):
         masses = self.path_weights.to(x)
         if type(self.field) is SA:  # needs no attention among the others
             matrices = {"query_key": self.field.query_key, "value": self.field.value}
-            frozen = CrossAttention(self.field.beta, others, context_weights=masses, **matrices)
-            return frozen.velocity(x)
+            return CrossAttention(self.field.beta, others, context_weights=masses, **matrices).velocity(x)
         n = x.shape[-2]
         tokens = torch.cat([x, others], -2)
         weights = torch.cat([x.new_zeros(n), masses]).expand(tokens.shape[:-1])
-        return self.field.velocity(tokens, weights=weights, t=t)[..., :n, :]
+        velocity: Tensor = self.field.velocity(tokens, weights=weights, t=t)[..., :n, :]
+        return velocity
 
 
 def mean_field_reference(

@@ -22,7 +22,8 @@ def nearest_neighbor_entropy(x: Float[Tensor, "n d"], *, on_sphere: bool) -> flo
         H = log(n - 1) + gamma + log V_k + (k / n) sum_i log r_i,
 
     where r_i is the distance to the nearest other point, k the dimension of the space and V_k the volume of the unit
-    ball. Balls are taken as flat, and the density as constant in them: in high dimension the bias is large. Raises
+    ball. Balls are taken as flat, and the density as constant in them: in high dimension the bias is large. Points that
+    are not independent, such as regular or quasi-random ones, repel each other, and H comes out too large. Raises
     ``HelmscopeError`` for fewer than two points and for equal points.
 
     >>> x = torch.randn(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
