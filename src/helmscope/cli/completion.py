@@ -19,6 +19,7 @@ OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--stepper": tuple(names.STEPPERS),
     "--summation": tuple(names.SUMMATIONS),
     "--dtype": tuple(names.DTYPES),
+    "--process": tuple(names.PROCESSES),
     "--device": ("cpu", "cuda"),
     "--completion": ("bash", "zsh", "fish"),
     "density --field": tuple(names.DENSITY_FIELDS),  # of one verb only
