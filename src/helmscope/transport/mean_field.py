@@ -102,8 +102,9 @@ class MeanFieldReference(Field):
         others = torch.stack([
             self.path[index].to(x).expand(*x.shape[:-2], *self.path.shape[1:]) for index in (before, before + 1)
         ])  # fmt: skip
-        low, high = self._among(x.expand(2, *x.shape), others, t)
-        return low + share * (high - low)
+        low, high = self._among(x.expand(2, *x.shape), others, t).unbind(0)
+        velocity: Tensor = low + share * (high - low)
+        return velocity
 
     def _among(self, x: Tensor, others: Tensor, t: Time) -> Tensor:
         """The velocity of tokens x without mass among others (*batch, N, d)."""
