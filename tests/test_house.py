@@ -494,7 +494,7 @@ def test_the_tour_runs(
 
 
 def test_the_sections_of_the_tour() -> None:
-    assert len(SECTIONS) == 6
+    assert len(SECTIONS) == 7
     assert sum(section.count("```python") for section in SECTIONS) == TOUR.count("```python")
     assert len([line for line in TOUR.splitlines() if line.startswith(SHOWN)]) == 5
     assert all(any(section.startswith(heading) for section in SECTIONS) for heading in PRINTED)

@@ -26,10 +26,11 @@ FOLDER = Path(package.__file__).parent
 TRIED = (
     *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift", "elliptic"),
     *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
-    *("generator", "heads-average", "histogram-width", "jko-step", "kuramoto", "mean-field-limit", "measure-flow"),
-    *("metastability", "mixture", "mlp-prevents", "mobility", "no-mean-drift", "norm-confines", "one-cluster"),
-    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "stability"),
-    *("stable-softmax", "steady-order", "tokens-cluster", "whitening", "z-metric"),
+    *("generator", "heads-average", "histogram-width", "jko-step", "kuramoto", "low-coherence", "mean-field-limit"),
+    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),
+    *("norm-confines", "one-cluster"),
+    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "small-steps"),
+    *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )
 
 

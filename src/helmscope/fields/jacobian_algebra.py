@@ -179,7 +179,8 @@ class JacobianAlgebra(ConciseRepr):
 def jacobian_algebra(
     force: Force, *, like: Float[Tensor, ...] | None = None, centered: bool = False
 ) -> JacobianAlgebra:
-    """The algebra of the Jacobians of an MLP (equations above), in the dtype and on the device of ``like``.
+    """The algebra of the Jacobians J = W_out diag(s') W_in of an MLP, gated or not, in the dtype and on the device of
+    ``like``.
 
     With ``centered`` J is replaced by Q J Q, where Q removes the mean over coordinates: that is the Jacobian on the
     space in which tokens after a LayerNorm lie. Raises ``HelmscopeError`` for anything but a force without batch axes.

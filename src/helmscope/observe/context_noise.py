@@ -39,7 +39,15 @@ from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import effective_keys
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Instrument, ReplayPlan, check_integer, check_progress, check_replicates
+from helmscope.types import (
+    HelmscopeError,
+    Instrument,
+    ReplayPlan,
+    check_integer,
+    check_progress,
+    check_replicates,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -90,7 +98,7 @@ def context_groups(
     (2, torch.Size([6, 32]))
     """
     if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording of a model")
+        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording of a model")
     for name, value in (("groups", groups), ("least", least)):
         check_integer(name, value, at_least=4 if name == "least" else 1)
     ids = torch.as_tensor(contexts, device="cpu")

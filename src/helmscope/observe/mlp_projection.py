@@ -51,7 +51,8 @@ def mlp_projection(
     system: System, *, neurons: int = 768, tokens: int = 4096, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The share of the force of each MLP that no potential of the basis explains, cross-validated over prompts: an
-    upper bound on the swirl share, one value per prompt (see above).
+    upper bound on the swirl share, one value per prompt: E|f - grad U|^2 / E|f|^2, with U fitted on the other half of
+    the prompts.
 
     At most ``tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_bound`` is the share with the whole
     basis, ``swirl_bound_quadratic`` that with quadratic potentials alone. Raises HelmscopeError for fewer than four

@@ -45,7 +45,7 @@ def plot(item: object, **options: Any) -> Figure:
     - a Measurement, such as ``track`` or ``overview`` returns, or a dict of several by label: curves with intervals
       over depth, layer or time, and maps over heads (``measurement_figure``: ``variables``, ``log``, ``title``);
     - all measurements of a system, the dict that ``measure`` returns: panels over depth, and maps over heads
-      (``measurements_figure``: ``title``), or single ``variables`` of them as above;
+      (``measurements_figure``: ``title``), or single ``variables`` of them;
     - an ``overview``: its four panels (``overview_figure``: ``title``), or single ``variables`` as curves;
     - a ``PhaseDiagram``: heat maps (``phase_figure``: ``title``);
     - a transport ``Plan`` (``plan_figure``: ``lines``, ``title``) or ``Barycenter`` (``barycenter_figure``: ``title``);
