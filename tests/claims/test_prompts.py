@@ -151,7 +151,7 @@ def test_a_shortage_leaves_open_what_was_measured() -> None:
     verdict = judge(entry, Finding(evidence=Replicates([0.9, 0.91, 0.92]), shortage="the prompts begin alike"))
     assert (verdict.ruling, verdict.conditions[0].ruling) == (Ruling.INCONCLUSIVE, Ruling.INCONCLUSIVE)
     assert verdict.interval is not None
-    assert verdict.sentence.startswith("Nothing is decided: the prompts begin alike. Inconclusive: 0.91 [")
+    assert verdict.sentence.startswith("Nothing is decided: the prompts begin alike. Inconclusive (mine): 0.91 [")
     nothing = judge(entry, Finding.undecided("there are too few texts"))
     assert (nothing.ruling, nothing.interval) == (Ruling.INCONCLUSIVE, None)
     assert nothing.sentence == "There are too few texts."

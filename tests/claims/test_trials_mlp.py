@@ -68,8 +68,8 @@ def test_planted_mlps_get_the_right_ruling(planted: tuple[str, Subject]) -> None
 def test_too_few_texts() -> None:
     with Subject(model("gradient"), ROWS[:31]) as subject:
         verdict = try_claim("mlp-conservative", quick=True, subject=subject).verdict
-    assert verdict.ruling is Ruling.IMPOSSIBLE
-    assert "32 texts" in verdict.sentence
+    assert verdict.ruling is Ruling.INCONCLUSIVE
+    assert "needs 32 different texts" in verdict.sentence
 
 
 def test_planted_alignment_is_found_and_its_absence_is_not() -> None:

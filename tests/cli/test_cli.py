@@ -372,7 +372,7 @@ def test_the_help_cuts_no_summary_off(helmscope):
     assert code == 0
     assert "..." not in out.partition("Commands:")[2]
     assert max(map(len, SUMMARIES.values())) <= 55
-    assert len(SUMMARIES) == 7
+    assert len(SUMMARIES) == 8
     _, out, _ = helmscope("simulate", "--help")
     assert "default: 0.05, with noise 0.02" in " ".join(out.split())
 

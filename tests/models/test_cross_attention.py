@@ -32,7 +32,7 @@ class Everything(hs.Instrument):
 
     name, needs = "everything", ~hs.types.Needs.NOTHING
 
-    def __init__(self, needs=~hs.types.Needs.NOTHING):
+    def __init__(self, needs=~(hs.types.Needs.NOTHING | hs.types.Needs.OUTPUT)):  # a norm follows the heads of t5gemma
         self.needs, self.seen = needs, []
 
     def attention(self, context, tensors):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.geometry.sphere import exp, log, project, retract, transport
+from helmscope.geometry.sphere import exp, log, parallel_transport, project, retract
 from helmscope.models.record import record
 from helmscope.observe import arc_length, depth_steps
 from helmscope.observe.depth_steps import token_median
@@ -47,7 +47,7 @@ def oracle(path, tokens):
             if k > 1:
                 cosines = []
                 for i in tokens:
-                    first = transport(x[k - 2, i], x[k - 1, i], log(x[k - 2, i], x[k - 1, i]))
+                    first = parallel_transport(x[k - 2, i], x[k - 1, i], log(x[k - 2, i], x[k - 1, i]))
                     second = log(x[k - 1, i], x[k, i])
                     cosines.append(float(first @ second / (first.norm() * second.norm())))
                 found["update_cosine"][k, b] = np.mean(cosines)

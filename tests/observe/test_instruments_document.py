@@ -15,7 +15,7 @@ def test_the_blocks_run() -> None:
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
         exec(compile(code, "instruments.md", "exec"), names)
-    assert set(names["measured"]) == set(measurement_names())
+    assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection"}  # which needs four prompts
     assert names["means"].attrs["n"] == 3
     assert 0.5 < names["largest"] < 1.5
     assert names["attention"].shape == (12,)

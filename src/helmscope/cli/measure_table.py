@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     import xarray as xr
 
     from helmscope.jobs import MeasurementResult
@@ -50,8 +51,6 @@ def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
     >>> quantities(rank)["rank"]["value"]
     2.5
     """
-    import numpy as np
-
     from helmscope.stats.reduce import reduced
     from helmscope.types import keeps_replicates, replicate_axis
 
@@ -66,7 +65,7 @@ def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
         data = reduced(measurement)
     found = {}
     for name in (str(each) for each in data.data_vars if f"{each}_low" in data):
-        value, low, high = (float(np.nanmean(data[f"{name}{end}"].values)) for end in ("", "_low", "_high"))
+        value, low, high = (_mean(data[f"{name}{end}"].values) for end in ("", "_low", "_high"))
         found[name] = {
             "value": value,
             "low": low,
@@ -74,3 +73,11 @@ def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
             "n": int(data[name].attrs.get("n", data.attrs.get("n", 0))),
         }
     return found
+
+
+def _mean(values: np.ndarray) -> float:
+    """The mean of the entries that are numbers; NaN if none is."""
+    import numpy as np
+
+    numbers = values[np.isfinite(values)]
+    return float(numbers.mean()) if numbers.size else float("nan")

@@ -69,7 +69,7 @@ class FurtherMeasurement:
     def cost(self, *, quick: bool) -> float:
         """The time in eager forwards of the model.
 
-        >>> further_measurements()[-1].cost(quick=False) > further_measurements()[-1].cost(quick=True)
+        >>> further_measurements()[-2].cost(quick=False) > further_measurements()[-2].cost(quick=True)
         True
         """
         return self.forwards[int(quick)]
@@ -152,7 +152,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'mlp_jacobian', 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {

@@ -52,9 +52,9 @@ LABELS = {
 
 
 class MlpJacobian(Instrument):
-    """Instrument: the antisymmetric share of the Jacobian J of each MLP, plain, tangent and weighted by the covariance C
-    of the tokens of each system: |A|^2 / |J|^2 of J, of P J P and of C^{1/2} J C^{1/2}, with A the antisymmetric part. A
-    mixture of experts is taken as routed, its weights frozen.
+    """Instrument: the antisymmetric share |A|^2 / |J|^2 of the Jacobian J of each MLP, with A its antisymmetric part:
+    of J itself, of P J P on the tangent space, and of C^{1/2} J C^{1/2}, weighted by the covariance C of the tokens of
+    each system. A mixture of experts is taken as routed, its weights frozen.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.fields.mlp import MLP

@@ -22,7 +22,6 @@ from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share
-from helmscope.observe.mlp_parts import UNIT_SPHERE
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _described(own: MlpShares, recording: Recording) -> tuple[dict[str, Evidence
         "share on the tangent space": own.shares("swirl_index_tangent"),
         "tokens with a positive trace": own.shares("positive_trace_share"),
     }
-    name = f"swirl_fraction_as_printed_{UNIT_SPHERE}"
+    name = "swirl_fraction_as_printed_unit_sphere"
     if name in split:
         over["|R|^2/|f|^2 as printed"] = split[name].transpose("layer", "prompt").values
     return {
@@ -154,7 +153,7 @@ def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray) -> str:
         f"{share.argmax()}; weighted by the covariance of the tokens, from {weighted.min():.3f} to "
         f"{weighted.max():.3f}. In untrained twins it is {twins.mean():.3f}."
     ]
-    name = f"swirl_fraction_as_printed_{UNIT_SPHERE}"
+    name = "swirl_fraction_as_printed_unit_sphere"
     if name in split:
         printed = split[name].mean("prompt").values
         sentences.append(
