@@ -26,5 +26,5 @@ def test_the_blocks_run() -> None:
 
 
 def test_every_measurement_has_a_place_in_the_table() -> None:
-    for name in ("kernel_statistics", "drift_and_swirl", "arc_length", "depth_steps", "depth_flow", "transport_ratio"):
+    for name in measurement_names():
         assert f"`{name}`" in TEXT
