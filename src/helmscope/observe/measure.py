@@ -58,7 +58,7 @@ class FurtherMeasurement:
     forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
 
     >>> [further.forwards for further in further_measurements() if further.name == "depth_steps"]
-    [(1, 1)]
+    [(0.3, 0.3)]
     """
 
     name: str
@@ -79,27 +79,27 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
     """The measurements of this library beyond those of ``streaming_instruments``, by increasing cost.
 
     >>> [further.name for further in further_measurements()][:4]
-    ['arc_length', 'depth_steps', 'mlp_weights', 'gate_sparsity']
+    ['arc_length', 'depth_steps', 'mlp_weights', 'kernel_balance']
     """
     return (
-        FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (1, 1)),
+        FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (0.2, 0.2)),
         FurtherMeasurement(
-            "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (1, 1)
+            "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (0.3, 0.3)
         ),
-        FurtherMeasurement("mlp_weights", _mlp_weights, (2, 2), weights_refusal),
-        _replayed(lambda quick, seed: GateSparsity(), (2, 2)),
+        FurtherMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_refusal),
+        _replayed(lambda quick, seed: KernelBalance(), (1, 1)),
+        _replayed(lambda quick, seed: GateSparsity(), (1.5, 1.5)),
         FurtherMeasurement(
-            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (3, 3), _no_kernel
+            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (2, 2), _no_kernel
         ),
         FurtherMeasurement(
-            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (4, 4)
+            "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
-        _replayed(lambda quick, seed: KernelBalance(), (4, 4)),
-        _replayed(lambda quick, seed: MlpJacobian(), (8, 8)),
-        _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (16, 12)),
-        FurtherMeasurement("attention_divergence", _attention_divergence, (20, 12), divergence_refusal),
-        FurtherMeasurement("depth_flow", _depth_flow, (32, 20), refusal_of_flow),
-        FurtherMeasurement("mlp_projection", _mlp_projection, (40, 40), projection_refusal),
+        _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
+        FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
+        _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
+        FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
+        FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
 
 
