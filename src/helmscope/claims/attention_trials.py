@@ -145,13 +145,14 @@ def writes_nothing(recording: Recording) -> bool:
 
 def contexts_of(subject: Subject) -> tuple[np.ndarray, str]:
     """Token ids of contexts of equal length in which words occur, and where they come from: the validation windows for
-    a bundled model on its own texts, else the texts of the subject, cut to the shortest.
+    a bundled model, whose few texts repeat hardly any word at the same position, else the texts of the subject, cut to
+    the shortest.
 
     >>> from helmscope.models.subject import Subject
     >>> contexts_of(Subject("A"))[0].shape
     (768, 128)
     """
-    if is_bundled(subject.model) and subject.asked_texts is None:
+    if is_bundled(subject.model):
         contexts = validation_contexts()
         return contexts, f"{len(contexts)} validation windows of 128 tokens without held-back ones"
     length = min(len(row) for row in subject.token_ids)
