@@ -19,8 +19,10 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.premise import CAUSAL, attention_of
-from helmscope.observe.attention_noise import AttentionNoiseSpectrum
+from helmscope.observe.attention_drift import mean_ratio
+from helmscope.observe.attention_noise import AttentionNoiseSpectrum, spectrum_statistics
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, with_heads
+from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
@@ -243,9 +245,6 @@ class RatioOfKernel(Instrument):
     @full_precision
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the ratio of a layer with the other kernel."""
-        from helmscope.observe.attention_drift import mean_ratio
-        from helmscope.observe.track import token_weights
-
         old, values, output = with_heads(tensors)
         assert tensors.kernel is not None
         assert tensors.write is not None
@@ -277,8 +276,6 @@ class PlantedSigma(Instrument):
     @full_precision
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the statistics at the last token that counts."""
-        from helmscope.observe.attention_noise import spectrum_statistics
-
         spaces = TangentSpaces.of(context, tensors)
         x = spaces.x[:, -1].double()
         d = x.shape[-1]

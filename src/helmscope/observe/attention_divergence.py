@@ -27,7 +27,6 @@ import torch
 from helmscope.fields.attention import Attention, softmax_kernel, sum_kernel
 from helmscope.fields.block import Block
 from helmscope.fields.hardmax import Hardmax
-from helmscope.fields.lowrank import as_dense
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.arithmetic import full_precision
@@ -38,7 +37,7 @@ from helmscope.observe.attention_drift import described
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.track import check_system, token_mean, token_weights
 from helmscope.runs.bar import shows_progress
-from helmscope.solve.replay import attention_of, select_systems
+from helmscope.solve.replay import attention_of, head_values, select_systems
 from helmscope.types import AttentionTensors, Half, HelmscopeError, Instrument, ReplayContext, check_integer
 
 if TYPE_CHECKING:
@@ -255,17 +254,13 @@ def _frozen_heads(simulation: Simulation) -> Callable[[Tensor, Tensor], Tensor]:
         kernel = (softmax_kernel if attention.normalized else sum_kernel)(pairs, request.weights)
         x = read(frozen)
         heads = attention.heads if isinstance(attention, MultiHead) else [attention]
-        values = torch.stack([_values(head, x) for head in heads], -3)
+        values = torch.stack([head_values(head, x) for head in heads], -3)
         return kernel @ (values if isinstance(attention, MultiHead) else values.squeeze(-3))
 
     return outputs
 
 
 @full_precision
-def _values(head: Attention, x: Tensor) -> Tensor:
-    return head.value_scale * x if head.value_scale is not None else x @ as_dense(head.value, x).mT
-
-
 @dataclass(frozen=True, eq=False)
 class _FrozenCloud(AbstractEdit):
     """Makes the input of every layer a leaf of the graph, and keys and values constants."""

@@ -278,8 +278,8 @@ class _LayerView:
         x = field.placement.read(Half.ATTENTION, x) if isinstance(field, Block) else x
         request = attention.request(x, None, tangent=False)
         if isinstance(attention, Attention):
-            return request.query, request.key, _values(attention, x)
-        return request.query, request.key, torch.stack([_values(head, x) for head in attention.heads], -3)
+            return request.query, request.key, head_values(attention, x)
+        return request.query, request.key, torch.stack([head_values(head, x) for head in attention.heads], -3)
 
 
 def _number_of_heads(field: Field, tensors: AttentionTensors) -> int | None:
@@ -291,8 +291,13 @@ def _number_of_heads(field: Field, tensors: AttentionTensors) -> int | None:
     return len(attention.heads) if isinstance(attention, MultiHead) else None
 
 
-def _values(head: Attention, x: Tensor) -> Tensor:
-    """V x_j of one head."""
+def head_values(head: Attention, x: Tensor) -> Tensor:
+    """V x_j of one head.
+
+    >>> from helmscope.fields.attention import SA
+    >>> head_values(SA(beta=1.0, value=2 * torch.eye(2)), torch.ones(1, 2))
+    tensor([[2., 2.]])
+    """
     if head.value_scale is not None:
         return head.value_scale * x
     return matrix_product(x, as_dense(head.value, x).mT)
