@@ -51,7 +51,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(curvature_drift, "stationary_errors", lambda case: stationary)
     monkeypatch.setattr(curvature_drift, "EVEN", 8)
     monkeypatch.setattr(curvature_drift, "STEPS", curvature_drift.STEPS[-4:])
-    monkeypatch.setattr(convex_hull, "SHAPES", ((4, 2), (3, 5)))
+    set_constants(monkeypatch, "convex-hull", tokens=[4, 3], dims=[2, 5])
     set_constants(monkeypatch, "radial", dims=[4, 5, 6])
     return monkeypatch
 

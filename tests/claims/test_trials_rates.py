@@ -156,8 +156,8 @@ def test_a_single_start_that_falls_refutes_the_claim(monkeypatch: pytest.MonkeyP
     """A mean over the starts would hide it: 95 of 96 rise."""
     right = energy_rises.path
 
-    def one_falls(field: SA | USA, x: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
-        energy = right(field, x, unit)
+    def one_falls(field: SA | USA, x: torch.Tensor, times: list[float], unit: float = 1.0) -> torch.Tensor:
+        energy = right(field, x, times, unit)
         energy[5, 0] = energy[4, 0] * (1 - 1e-6) if field.query_key is None else energy[5, 0]
         return energy
 
@@ -169,7 +169,7 @@ def test_a_single_start_that_falls_refutes_the_claim(monkeypatch: pytest.MonkeyP
 
 def test_one_layer_changes_the_energy_as_by_hand() -> None:
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.6, 0.8]], dtype=torch.float64)
-    seen = energy_rises.through_layers(SA(beta=1.0), x)
+    seen = energy_rises.through_layers(SA(beta=1.0), x, 1)
     assert seen[:2].tolist() == pytest.approx([0.872419478586118, 0.9486713872291129], abs=1e-14)
 
 
@@ -192,7 +192,7 @@ def test_the_path_of_the_energy_is_scipys() -> None:
         11, 3, 3
     )
     energies = [sum(math.exp(beta * a @ b) for a in y for b in y) / (2 * beta * 9) for y in way]
-    seen = energy_rises.path(SA(beta=beta), x)
+    seen = energy_rises.path(SA(beta=beta), x, times)
     assert seen.tolist() == pytest.approx(energies, rel=1e-5)
     changes = [b - a for a, b in itertools.pairwise(energies)]
     expected = min(changes) / (max(energies) - min(energies))
@@ -206,6 +206,7 @@ def test_a_single_fall_makes_the_smallest_change_negative() -> None:
 
 def test_each_start_has_its_pair_of_matrices_in_one_integration(monkeypatch: pytest.MonkeyPatch) -> None:
     x = Uniform(n=16, dim=4).sample(4, seed=0)
+    times = [0.1 * k for k in range(11)]
     b, v = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     calls = []
 
@@ -214,10 +215,10 @@ def test_each_start_has_its_pair_of_matrices_in_one_integration(monkeypatch: pyt
         return integrate(*given, **options)
 
     monkeypatch.setattr(energy_rises, "integrate", spy)
-    seen = energy_rises._energies(2.0, x, b, v)
+    seen = energy_rises._energies(2.0, x, times, b, v)
     assert len(calls) == 1
     for k in range(3):
-        alone = energy_rises.path(SA(beta=2.0, query_key=b[k], value=v[k]), x[k])
+        alone = energy_rises.path(SA(beta=2.0, query_key=b[k], value=v[k]), x[k], times)
         assert torch.allclose(seen[:, k], alone, rtol=1e-13, atol=0)
 
 

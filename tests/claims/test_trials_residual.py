@@ -44,7 +44,7 @@ def test_the_order_of_a_start_by_plain_loops_and_scipy() -> None:
 
     run = solve_ivp(moving, (0, 1), x.ravel(), rtol=1e-12, atol=1e-13, method="DOP853")
     exact, errors = run.y[:, -1].reshape(x.shape), []
-    steps = residual_flow.STEPS
+    steps = case.constant("steps")
     for h in steps:
         y = x
         for _ in range(round(1 / h)):

@@ -20,7 +20,6 @@ from helmscope.observe.hull import hull_distance
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHAPES = ((16, 8), (12, 3), (6, 16))  # (tokens, dimensions): a full-dimensional hull, one with many values, a simplex
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 
@@ -47,6 +46,7 @@ def convex_hull(case: TrialCase) -> Finding:
     since at beta = 0 without a mask all outputs coincide.
     """
     betas, per_cell = case.constant("betas"), case.count(24, quick=8)
+    shapes = tuple(zip(case.constant("tokens"), case.constant("dims"), strict=True))
     cells = list(product(betas, (False, True), range(per_cell)))
     heads = [_measure_head(case, k, *cell) for k, cell in enumerate(cells)]
     distance = torch.stack([head.distance for head in heads])
@@ -75,14 +75,15 @@ def convex_hull(case: TrialCase) -> Finding:
         data=xr.merge([distances, diameters], join="outer"),
         remark=f"The largest diameter of a head's outputs is {float(diameter.max()):.3f} of its values'.",
         setting=(
-            f"simulation: random heads, (n, d) = {', '.join(map(str, SHAPES))}, beta = {betas[0]:g} to {betas[-1]:g}, "
+            f"simulation: random heads, (n, d) = {', '.join(map(str, shapes))}, beta = {betas[0]:g} to {betas[-1]:g}, "
             "full and causal, tokens on the unit sphere"
         ),
     )
 
 
 def _measure_head(case: TrialCase, k: int, beta: float, causal: bool, number: int) -> HeadStatistics:
-    n, d = SHAPES[number % len(SHAPES)]
+    tokens, dims = case.constant("tokens"), case.constant("dims")
+    n, d = tokens[number % len(tokens)], dims[number % len(dims)]
     clouds, push = case.constant("clouds"), case.constant("push")
     x = retract(case.normal(clouds, n, d, stream=3 * k))
     first, second = (_random_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-STEP, HALF_STEPS, LAYERS = 0.1, 10, 6
 CLOUDS, PAIRS = 1_024, 32
 
 
@@ -37,23 +36,29 @@ def energy_rises(case: TrialCase) -> Finding:
     layers N(x + f(x)) are tried as well: with V = -I they overshoot at large beta. The identity is compared with the
     gradient of E by automatic differentiation and with ``interaction_energy_rate``.
     """
-    betas, n, dim = (case.constant(name) for name in ("betas", "tokens", "dim"))
+    betas, n, dim, step, steps, layers = (
+        case.constant(name) for name in ("betas", "tokens", "dim", "step", "steps", "layers")
+    )
+    times = [step * k for k in range(steps + 1)]
     starts, middle, eye = case.count(256, quick=96), betas[1], torch.eye(dim, dtype=torch.float64)
     listed = ", ".join(f"{beta:g}" for beta in betas)
     x = sphere.retract(case.normal(starts, n, dim, stream=0))
-    up = [path(SA(beta=beta, value=eye), x) for beta in betas]
-    down = [path(SA(beta=beta, value=-eye), x) for beta in betas]
-    flat = [path(USA(beta=beta, value=sign * eye), x, math.exp(-beta)) for beta in betas for sign in (1.0, -1.0)]
-    layered, repelled = ([through_layers(SA(beta=beta, value=v), x) for beta in betas] for v in (eye, -eye))
+    up = [path(SA(beta=beta, value=eye), x, times) for beta in betas]
+    down = [path(SA(beta=beta, value=-eye), x, times) for beta in betas]
+    flat = [path(USA(beta=beta, value=sign * eye), x, times, math.exp(-beta)) for beta in betas for sign in (1.0, -1.0)]
+    layered, repelled = ([through_layers(SA(beta=beta, value=v), x, layers) for beta in betas] for v in (eye, -eye))
     b, v = case.normal(2, PAIRS, dim, dim, stream=1) / dim**0.5
     symmetric = (b + b.mT) / 2
     signs = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
-    unrelated, related = _energies(middle, x, b, v), _energies(middle, x, symmetric, signs[:, None, None] * symmetric)
+    unrelated, related = (
+        _energies(middle, x, times, b, v),
+        _energies(middle, x, times, symmetric, signs[:, None, None] * symmetric),
+    )
     clouds = sphere.retract(case.normal(CLOUDS, n, dim, stream=2))
     overshooting = [f"{float((smallest(energy, -1.0) < 0).double().mean()):.0%}" for energy in repelled]
     plotted = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
     gained = ((plotted - plotted[0]) / (plotted.amax(0) - plotted.amin(0))).transpose(0, 1)
-    axes = {"time": [STEP * k for k in range(HALF_STEPS + 1)], "flow": ("V = +I", "V = -I", "unrelated B and V")}
+    axes = {"time": times, "flow": ("V = +I", "V = -I", "unrelated B and V")}
     wrong = [_against(energy, 1.0) for energy in (*up, *flat[::2])] + [
         _against(energy, -1.0) for energy in (*down, *flat[1::2])
     ]
@@ -72,30 +77,29 @@ def energy_rises(case: TrialCase) -> Finding:
         data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {middle:g}"),
         remark=(
             f"Unrelated Q^T K and V: E falls at {float((unrelated.diff(dim=0) < 0).double().mean()):.0%} of the "
-            f"half-steps. {LAYERS} whole post-norm layers with V = -I, no small steps: E rises at one or more for "
+            f"half-steps. {layers} whole post-norm layers with V = -I, no small steps: E rises at one or more for "
             f"{', '.join(overshooting)} of the starts at beta = {listed}."
         ),
         setting=f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {listed}; the half-steps of the "
-        f"verdict are {HALF_STEPS} steps of {STEP:g} of the flow, RK4",
+        f"verdict are {steps} steps of {step:g} of the flow, RK4",
     )
 
 
-def path(field: SA | USA, x: Tensor, unit: float = 1.0) -> Tensor:
-    """E (time, *batch), with the beta and B of the field, at the start and after each half-step."""
-    times = [STEP * unit * k for k in range(HALF_STEPS + 1)]
-    states = integrate(field, x, times, stepper=RK4(STEP * unit)).states
+def path(field: SA | USA, x: Tensor, times: Sequence[float], unit: float = 1.0) -> Tensor:
+    """E (time, *batch), with the beta and B of the field, at evenly spaced times, in units of ``unit``."""
+    states = integrate(field, x, [unit * t for t in times], stepper=RK4(unit * (times[1] - times[0]))).states
     return interaction_energy(states, beta=field.beta, query_key=field.query_key)
 
 
-def through_layers(field: SA | USA, x: Tensor) -> Tensor:
+def through_layers(field: SA | USA, x: Tensor, layers: int) -> Tensor:
     """E at the start and after each whole layer N(x + f(x))."""
-    states = integrate(field, x, range(LAYERS + 1), stepper=Layer()).states
+    states = integrate(field, x, range(layers + 1), stepper=Layer()).states
     return interaction_energy(states, beta=field.beta)
 
 
-def _energies(beta: float, x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
+def _energies(beta: float, x: Tensor, times: Sequence[float], query_keys: Tensor, values: Tensor) -> Tensor:
     """E (time, start) where each start has its own pair of matrices."""
-    return path(SA(beta=beta, query_key=query_keys, value=values), x[: len(query_keys)])
+    return path(SA(beta=beta, query_key=query_keys, value=values), x[: len(query_keys)], times)
 
 
 def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:

@@ -22,11 +22,12 @@ from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from helmscope.models.recording import Recording
 
-STEPS = tuple(2.0**-k for k in range(5, 9))
 STARTS = 1_024  # as many as an identity needs, also in quick runs
 
 
@@ -44,40 +45,40 @@ def _simulated(case: TrialCase) -> Finding:
     step, N(x + f(x)). A single layer, compared with the flow over time h, has order 2. The block is causal attention
     followed by an MLP, with random weights.
     """
-    n, dim, beta, time = (case.constant(name) for name in ("tokens", "dim", "beta", "time"))
+    n, dim, beta, time, steps = (case.constant(name) for name in ("tokens", "dim", "beta", "time", "steps"))
     x = retract(case.normal(STARTS, n, dim, stream=0))
     few = x[: case.count(128, quick=32)]
     attention = SA(beta=beta)
     exact = _flow(attention, x, [time])[0]
-    stepped = torch.stack([_largest_error(_layers(attention, x, h, [time])[0], exact) for h in STEPS], -1)
-    counts = [time / h for h in STEPS]
+    stepped = torch.stack([_largest_error(_layers(attention, x, h, [time])[0], exact) for h in steps], -1)
+    counts = [time / h for h in steps]
     unstepped = torch.stack(
         [_largest_error(states, exact[: len(few)]) for states in _layers(attention, few, 1.0, counts)], -1
     )
-    flow_over_h = reversed(list(_flow(attention, few, [h * time for h in reversed(STEPS)])))
+    flow_over_h = reversed(list(_flow(attention, few, [h * time for h in reversed(steps)])))
     single = torch.stack(
-        [_largest_error(_layers(attention, few, h, [h])[0], flow) for h, flow in zip(STEPS, flow_over_h, strict=True)],
+        [_largest_error(_layers(attention, few, h, [h])[0], flow) for h, flow in zip(steps, flow_over_h, strict=True)],
         -1,
     )
     block = _block(case, dim, beta)
     block_flow = _flow(block, few, [time])[0]
-    blocks = torch.stack([_largest_error(_layers(block, few, h, [time])[0], block_flow) for h in STEPS], -1)
+    blocks = torch.stack([_largest_error(_layers(block, few, h, [time])[0], block_flow) for h in steps], -1)
     layers = ("with its step h", "without it", "one layer alone", "block with MLP")
     errors = torch.stack([stepped[: len(few)], unstepped, single, blocks], -1)
     return Finding(
         evidence={
-            "order": IdentityErrors((_order(stepped) - 1).abs(), "distance of the order from 1"),
+            "order": IdentityErrors((_order(stepped, steps) - 1).abs(), "distance of the order from 1"),
         },
         controls={
-            "order with an MLP": Replicates(_order(blocks), "starts"),
-            "without the step h": Replicates(_order(unstepped), "starts"),
-            "a single layer": Replicates(_order(single), "starts"),
+            "order with an MLP": Replicates(_order(blocks, steps), "starts"),
+            "without the step h": Replicates(_order(unstepped, steps), "starts"),
+            "a single layer": Replicates(_order(single, steps), "starts"),
         },
-        data=curve("error", errors, {"h": STEPS, "layers": layers}, label="distance of layers and flow", log=True),
-        remark=f"At h = 1/{1 / STEPS[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
+        data=curve("error", errors, {"h": steps, "layers": layers}, label="distance of layers and flow", log=True),
+        remark=f"At h = 1/{1 / steps[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
         setting=(
             f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {beta:g}, t <= {time:g}, layers of step "
-            f"1/{1 / STEPS[0]:.0f} to 1/{1 / STEPS[-1]:.0f}"
+            f"1/{1 / steps[0]:.0f} to 1/{1 / steps[-1]:.0f}"
         ),
     )
 
@@ -104,9 +105,9 @@ def _largest_error(states: Tensor, flow: Tensor) -> Tensor:
     return lengths.amax(-1)
 
 
-def _order(errors: Tensor) -> Tensor:
+def _order(errors: Tensor, steps: Sequence[float]) -> Tensor:
     """The least-squares slope of log error over log h, one per start."""
-    log_h = torch.tensor(STEPS, dtype=errors.dtype).log()
+    log_h = torch.tensor(steps, dtype=errors.dtype).log()
     log_h = log_h - log_h.mean()
     return (errors.log() * log_h).sum(-1) / log_h.square().sum()
 
