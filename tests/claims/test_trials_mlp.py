@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from helmscope.claims.experiments import low_coherence
 from helmscope.claims.trial import try_claim
 from helmscope.models.subject import Subject
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 S, R = Ruling.SUPPORTED, Ruling.REFUTED
 D, LAYERS = 16, 4
@@ -95,9 +96,24 @@ def test_one_block_for_all_layers_has_no_replicates() -> None:
 def test_the_rank_correlation_is_that_of_scipy_with_its_jackknife() -> None:
     draw = np.random.default_rng(0)
     first, second = draw.normal(size=(5, 3)), draw.normal(size=(5, 3))
-    whole = stats.spearmanr(first.ravel(), second.ravel()).statistic
-    without = [
-        stats.spearmanr(np.delete(first, k, 0).ravel(), np.delete(second, k, 0).ravel()).statistic for k in range(5)
-    ]
-    seen = low_coherence._pseudo_values(first, second)
-    assert seen == pytest.approx([5 * whole - 4 * each for each in without], rel=1e-12)
+
+    def z(kept: list[int]) -> float:
+        return math.atanh(np.mean([stats.spearmanr(first[kept, k], second[kept, k]).statistic for k in range(3)]))
+
+    expected = [5 * z(list(range(5))) - 4 * z([m for m in range(5) if m != k]) for k in range(5)]
+    assert low_coherence._pseudo_values(first, second) == pytest.approx(expected, rel=1e-12)
+    interval = low_coherence._rank_correlation(first, second).weigh(Region(text="above 0", above=0.0)).interval
+    half = stats.t.ppf(0.975, 4) * np.std(expected, ddof=1) / math.sqrt(5)
+    ends = [math.tanh(np.mean(expected) + sign * half) for sign in (-1, 0, 1)]
+    assert [interval.low, interval.estimate, interval.high] == pytest.approx(ends, rel=1e-9)
+
+
+def test_a_common_trend_over_training_is_not_a_correlation_of_layers() -> None:
+    """Both grow with training, and layers are unrelated: only pooled ranks are correlated."""
+    draw = np.random.default_rng(1)
+    trend = np.linspace(0, 10, 16)
+    first, second = (trend + draw.normal(size=(12, 16)) for _ in range(2))
+    assert stats.spearmanr(first.ravel(), second.ravel()).statistic > 0.85
+    assessment = low_coherence._rank_correlation(first, second).weigh(Region(text="above 0", above=0.0))
+    assert assessment.ruling is Ruling.INCONCLUSIVE
+    assert abs(assessment.interval.estimate) < 0.2

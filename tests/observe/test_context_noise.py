@@ -11,7 +11,13 @@ import helmscope as hs
 from helmscope.models.bundled_models import held_back_texts, validation_contexts
 from helmscope.models.load import load
 from helmscope.models.record import record
-from helmscope.observe.context_noise import context_groups, context_noise, covariance_fit, kolmogorov_distance
+from helmscope.observe.context_noise import (
+    context_groups,
+    context_noise,
+    context_refusal,
+    covariance_fit,
+    kolmogorov_distance,
+)
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -143,3 +149,14 @@ def test_refusals():
         context_groups(recording, CONTEXTS, least=3)
     with pytest.raises(HelmscopeError, match="must be a Recording"):
         context_groups(None, CONTEXTS)
+
+
+def test_a_model_that_is_not_bundled_is_measured_on_its_own_texts():
+    model = tiny_model("gpt2", dtype=F64)
+    rows = torch.tensor([[5 + (k + i) % 2 for i in range(9)] for k in range(40)])
+    recording = record(model, rows)
+    same = context_noise(recording, rows)
+    assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(same)
+    few = record(model, rows[:15])
+    assert "no word at the same position in 16 of them" in (context_refusal(few) or "")
+    assert "context_noise" not in hs.measure(few, quick=True)

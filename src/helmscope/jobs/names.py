@@ -131,6 +131,7 @@ MEASUREMENTS = (
     "gate_sparsity",
     "effective_beta",
     "transport_ratio",
+    "context_noise",
     "attention_noise_spectrum",
     "attention_divergence",
     "mlp_jacobian",

@@ -30,6 +30,7 @@ import torch
 import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.recording import Recording
 from helmscope.models.replay import InstrumentFeed
 from helmscope.models.targets import prepare_inputs
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from helmscope.types import AttentionTensors, ReplayContext
+    from helmscope.types import AttentionTensors, ReplayContext, System
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
@@ -72,6 +73,7 @@ NAMES = {
     "members": "number of contexts",
 }
 DIRECTIONS, NULL_SAMPLES = 16, 200
+FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
 
 
 @shows_progress("measuring contexts")
@@ -81,7 +83,7 @@ def context_groups(
     *,
     groups: int = 256,
     least: int = 16,
-    first_position: int = 8,
+    first_position: int = FIRST_POSITION,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> list[ContextGroup]:
@@ -126,14 +128,50 @@ def context_groups(
     return collector.made()
 
 
+def own_contexts(recording: Recording) -> NDArray[np.int64]:
+    """The contexts of a recording, token ids (contexts, n): the validation windows for a bundled model, whose texts
+    hardly ever have the same word at the same position, else its own texts without padding, cut to the shortest.
+
+    >>> from helmscope import record
+    >>> own_contexts(record("A", ["Once upon a time"])).shape
+    (768, 128)
+    """
+    if is_bundled(recording.origin.name):
+        return validation_contexts()
+    rows = recording.batch.visible_ids
+    length = min(len(row) for row in rows)
+    return np.array([row[:length] for row in rows])
+
+
+def context_refusal(system: System, *, least: int = 16) -> str | None:
+    """Why ``context_noise`` cannot be taken of a system with its own contexts, in one sentence; None if it can.
+
+    >>> from helmscope import record
+    >>> context_refusal(record("A", ["Once upon a time"])) is None
+    True
+    """
+    if not isinstance(system, Recording):
+        return f"system is {type_with_article(system)}, but context_noise needs contexts, as a Recording has them"
+    reason = system.refusal(_Collector({}))
+    if reason is not None or is_bundled(system.origin.name):
+        return reason
+    ids = own_contexts(system)
+    if not _choose(ids, None, 1, least, FIRST_POSITION, 0):
+        return (
+            f"the {len(ids)} texts have no word at the same position in {least} of them, which context_noise needs: "
+            "pass more contexts to hs.observe.context_noise"
+        )
+    return None
+
+
 def context_noise(
     source: Recording | list[ContextGroup], contexts: Any = None, *, seed: int = 0, **options: Any
 ) -> xr.Dataset:
     """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
     heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
 
-    ``source`` is a recording of the model, with ``contexts`` and ``options`` as for ``context_groups``, or its groups.
-    Of the model only layer 0 is run, once for all contexts.
+    ``source`` is a recording of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
+    ``context_groups``, or its groups. Of the model only layer 0 is run, once for all contexts.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
@@ -142,7 +180,7 @@ def context_noise(
     ('group',)
     """
     if isinstance(source, Recording):
-        source = context_groups(source, contexts, seed=seed, **options)
+        source = context_groups(source, own_contexts(source) if contexts is None else contexts, seed=seed, **options)
     rows = [_measured(group, seed, number) for number, group in enumerate(source)]
     data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
     coords = {

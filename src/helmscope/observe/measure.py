@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length
 from helmscope.observe.attention_divergence import attention_divergence, divergence_refusal
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.balance import KernelBalance
+from helmscope.observe.context_noise import context_noise, context_refusal
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
@@ -95,6 +97,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         FurtherMeasurement(
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
+        FurtherMeasurement("context_noise", _context_noise, (5, 8), context_refusal),
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
@@ -116,6 +119,11 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
 
 def _attention_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return attention_divergence(system, probes=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _context_noise(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    assert isinstance(system, Recording)
+    return context_noise(system, groups=32 if quick else 256, seed=seed, progress=progress)
 
 
 def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -152,7 +160,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'mlp_jacobian', 'mlp_projection']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', 'mlp_jacobian', 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from helmscope.transport.barycenter import Barycenter as Barycenter
     from helmscope.transport.barycenter import free_support_barycenter as free_support_barycenter
     from helmscope.transport.barycenter_grid import fixed_support_barycenter as fixed_support_barycenter
+    from helmscope.transport.brenier import BrenierPotential as BrenierPotential
+    from helmscope.transport.brenier import brenier_potential as brenier_potential
     from helmscope.transport.bridge import Bridge as Bridge
     from helmscope.transport.circle import circle_plan as circle_plan
     from helmscope.transport.cloud_bridge import CloudBridge as CloudBridge

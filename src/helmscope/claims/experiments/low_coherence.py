@@ -18,20 +18,24 @@ from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.bundled_models import ablated_training_history, is_bundled, training_history
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
+from helmscope.stats.scales import BoundedScale, FisherZScale
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
-PERMUTED = 100  # permutations of the shares over layers and snapshots
+PERMUTED = 100  # permutations of the shares over layers
+LARGEST, LARGEST_Z = 1 - 1e-9, 15.0  # of correlations and pseudo-values, so that those of perfect order are finite
+CORRELATION = BoundedScale((-1.0, 1.0))
 ONE_BLOCK = "all layers share the weights of one block, and one layer has no interval"
 
 
 @experiment("low-coherence", seconds={"model": 15})
 def low_coherence(case: TrialCase) -> Finding:
-    """Replicates are layers. Alignment: mean |cos(w_j, v_j)| minus its mean over permuted pairs. Rank correlation: of
-    alignment with 1 minus the antisymmetric share of the MLP's Jacobian; for A over the layers and training snapshots
-    of its sibling, for other models over their layers. Weights are those of the model, norms not folded in.
+    """Replicates are layers. Alignment: mean |cos(w_j, v_j)| minus its mean over permuted pairs. Rank correlation: over
+    the layers, of alignment with 1 minus the antisymmetric share of the MLP's Jacobian; for A its mean over the
+    training snapshots of its sibling. Both grow during training, so that a correlation pooled over snapshots would be
+    found also where layers have nothing to do with each other. Weights are those of the model, norms not folded in.
     """
     unmet = case.subject.unmet_premise("force", mlp=True)
     if unmet is not None:
@@ -63,7 +67,7 @@ def low_coherence(case: TrialCase) -> Finding:
         },
         controls={
             "untrained twins": _twins(case, prompts),
-            "shares permuted over layers": _permuted(case, aligned, conservative),
+            "shares of other layers": _permuted(case, aligned, conservative),
             "blocks that write nothing": _alignment_or_reason(silent, case),
         },
         described=_described(weights, aligned, conservative),
@@ -113,21 +117,30 @@ def _sparsity_and_coherence(
 
 
 def _rank_correlation(first: np.ndarray, second: np.ndarray) -> Replicates | PremiseImpossible:
-    """Spearman's correlation of two tables (layer, snapshot), as jackknife pseudo-values, one per layer."""
+    """Spearman's correlation over the layers of two tables (layer, snapshot), the mean over snapshots, as jackknife
+    pseudo-values on Fisher's scale, one per layer.
+    """
     values = _pseudo_values(first, second)
     if not np.isfinite(values).all():
         return PremiseImpossible("one of the two does not vary, so that there is no rank correlation")
-    return Replicates(values, "layers")
+    return Replicates(np.tanh(values.clip(-LARGEST_Z, LARGEST_Z)), "layers", FisherZScale())
 
 
 def _pseudo_values(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """n theta - (n - 1) theta_i for the correlation theta of all layers and theta_i without layer i; the Student
-    interval of their mean is the delete-one jackknife interval.
+    """n z - (n - 1) z_i for the mean correlation tanh z of all layers and tanh z_i without layer i; the Student
+    interval of their mean is the delete-one jackknife interval of z.
     """
     n = len(first)
     kept = [np.arange(n), *(np.delete(np.arange(n), k) for k in range(n))]
-    whole, *without = (_spearman(first[rows].ravel(), second[rows].ravel()) for rows in kept)
-    return n * whole - (n - 1) * np.array(without)
+    whole, *without = (_mean_spearman(first[rows], second[rows]) for rows in kept)
+    z: np.ndarray = np.arctanh(np.clip([whole, *without], -LARGEST, LARGEST))
+    return np.asarray(n * z[0] - (n - 1) * z[1:])
+
+
+def _mean_spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """The mean over snapshots of the correlation over layers; snapshots in which one does not vary are left out."""
+    found = [_spearman(a, b) for a, b in zip(first.T, second.T, strict=True)]
+    return float(np.nanmean(found)) if np.isfinite(found).any() else float("nan")
 
 
 def _spearman(first: np.ndarray, second: np.ndarray) -> float:
@@ -138,11 +151,12 @@ def _spearman(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _permuted(case: TrialCase, aligned: np.ndarray, share: np.ndarray) -> Replicates | PremiseImpossible:
-    """The rank correlation with shares permuted over layers and snapshots, the mean over permutations."""
+    """The rank correlation of each layer's alignment with the share of another layer, the same one in all snapshots;
+    one value per permutation of the layers.
+    """
     draw = np.random.default_rng(case.seed_for(1))
-    shuffled = [draw.permutation(share.ravel()).reshape(share.shape) for _ in range(PERMUTED)]
-    values = np.mean([_pseudo_values(aligned, each) for each in shuffled], 0)
-    return Replicates(values, "layers") if np.isfinite(values).all() else PremiseImpossible("the shares do not vary")
+    values = [_mean_spearman(aligned, draw.permutation(share)) for _ in range(PERMUTED)]
+    return Replicates(values, "permutations") if np.isfinite(values).all() else PremiseImpossible("shares do not vary")
 
 
 def _twins(case: TrialCase, prompts: tuple[object, ...]) -> Replicates:
@@ -167,7 +181,7 @@ def _described(weights: xr.Dataset, aligned: np.ndarray, share: np.ndarray) -> d
     }
     if aligned.shape[1] > 2:
         within = [_spearman(a, s) for a, s in zip(aligned, share, strict=True)]
-        by_layer["rank correlation over training, layer by layer"] = Replicates(within, "layers")
+        by_layer["rank correlation over training, layer by layer"] = Replicates(within, "layers", CORRELATION)
         last = _rank_correlation(aligned[:, -1:], share[:, -1:])
         by_layer["rank correlation over layers at the last snapshot"] = last
     return by_layer

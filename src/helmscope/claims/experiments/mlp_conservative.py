@@ -22,6 +22,7 @@ from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share
+from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def mlp_conservative(case: TrialCase) -> Finding:
     the unit sphere (the norm before the MLP folded in). A gradient has 0, independent random weights 1/2.
 
     Described: the same weighted by the covariance of the tokens, and on the tangent space; the algebraic swirl of the
-    weights as printed; the share of tokens at which the trace of the Jacobian is positive.
+    weights as printed; the share of |f|^2 that no potential of a stated basis explains on other prompts, an upper bound
+    on the swirl of the L2(rho) projection; the share of tokens at which the trace of the Jacobian is positive.
     """
     unmet = case.subject.unmet_premise("force", mlp=True)
     if unmet is not None:
@@ -65,7 +67,8 @@ def mlp_conservative(case: TrialCase) -> Finding:
         "symmetric part of the Jacobian": EverySample(list(symmetric), "prompts", names),
         "blocks that write nothing": MlpShares.of(silent).at_every_half_step(),
     }
-    described, printed = _described(own, recording)
+    projected = _projected(recording, case)
+    described, printed = _described(own, recording, projected)
     shares = own.shares("swirl_index")
     curves = {"of the model": shares, "weighted by tokens": own.shares("swirl_index_weighted")}
     curves |= {"W_out permuted": permuted}
@@ -82,13 +85,15 @@ def mlp_conservative(case: TrialCase) -> Finding:
         controls=controls,
         described=described,
         data=data,
-        remark=_remark(own, printed, twins),
+        remark=_remark(own, printed, twins, projected),
         setting=f"unit sphere, norms folded in: {len(prompts)} prompts, {len(twins)} untrained twins on {TWIN_PROMPTS}",
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(recording.certificate)),),
     )
 
 
-def _described(own: MlpShares, recording: Recording) -> tuple[dict[str, Evidence], xr.Dataset]:
+def _described(
+    own: MlpShares, recording: Recording, projected: xr.Dataset | None
+) -> tuple[dict[str, Evidence], xr.Dataset]:
     """What is reported and not judged, and the Measurement of the split."""
     split = recording.replay(DriftAndSwirl())["drift_and_swirl"]
     over = {
@@ -99,9 +104,19 @@ def _described(own: MlpShares, recording: Recording) -> tuple[dict[str, Evidence
     name = "swirl_fraction_as_printed_unit_sphere"
     if name in split:
         over["|R|^2/|f|^2 as printed"] = split[name].transpose("layer", "prompt").values
+    if projected is not None:
+        over["share that no fitted potential explains"] = projected.swirl_bound.values
+        over["share that no quadratic potential explains"] = projected.swirl_bound_quadratic.values
     return {
         f"{label}, mean over layers": Replicates(values.mean(0), "prompts") for label, values in over.items()
     }, split
+
+
+def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
+    """The upper bounds on the swirl of the L2(rho) projection; None for mixtures of experts, which have none."""
+    if projection_refusal(recording) is not None:
+        return None
+    return mlp_projection(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
 
 
 def _permuted(recording: Recording, case: TrialCase) -> np.ndarray:
@@ -146,7 +161,7 @@ def _twins(case: TrialCase, prompts: tuple[Any, ...]) -> np.ndarray:
     return np.stack([MlpShares.of(each).shares("swirl_index").mean(1) for each in recordings])
 
 
-def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray) -> str:
+def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray, projected: xr.Dataset | None) -> str:
     share, weighted = (own.shares(name).mean(1) for name in ("swirl_index", "swirl_index_weighted"))
     sentences = [
         f"The share runs from {share.min():.3f} in layer {share.argmin()} to {share.max():.3f} in layer "
@@ -159,6 +174,13 @@ def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray) -> str:
         sentences.append(
             f"The algebraic swirl of the weights, |R|^2/|f|^2 as printed, runs from {printed.min():.2f} to "
             f"{printed.max():.2f}, which is not a fraction."
+        )
+    if projected is not None:
+        bound, quadratic = (projected[name].mean("prompt").values for name in ("swirl_bound", "swirl_bound_quadratic"))
+        sentences.append(
+            f"Of |f|^2 on other prompts a fitted potential leaves {bound.min():.2f} to {bound.max():.2f} unexplained, "
+            f"a quadratic one {quadratic.min():.2f} to {quadratic.max():.2f}: upper bounds on the swirl at tokens "
+            f"(basis: {projected.attrs['basis']})."
         )
     trace = own.shares("positive_trace_share").mean(1)
     sentences.append(f"The trace of the Jacobian is positive at {trace.min():.0%} to {trace.max():.0%} of the tokens.")

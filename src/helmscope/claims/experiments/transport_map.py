@@ -14,7 +14,10 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
+from helmscope.observe.pairs import without_first_token
 from helmscope.observe.transport_ratio import transport_ratio
+from helmscope.stats.scales import BoundedScale
+from helmscope.transport.brenier import brenier_potential
 from helmscope.types import Half, Trajectory
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
+SHARE = BoundedScale((0.0, 1.0))
+INDETERMINACY = "indeterminacy of Brenier's potential: what the tokens leave open, over its range"
 STRETCH = 0.5  # of the planted positive definite matrix: I + STRETCH times one of norm about 1
 
 
@@ -34,7 +39,8 @@ def transport_map(case: TrialCase) -> Finding:
 
     Controls assign the outputs of each attention half-step to the tokens at random, move the tokens by a positive
     definite matrix, the gradient of a convex potential, in R^d, and silence all blocks. A step that is small against
-    the distances between tokens is optimal whatever it is, so the size of steps relative to them is described, too.
+    the distances between tokens is optimal whatever it is, so the size of steps relative to them is described, too,
+    and where the ratio is 1, how far the tokens leave Brenier's potential undetermined.
     """
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
@@ -50,7 +56,7 @@ def transport_map(case: TrialCase) -> Finding:
     rows = [list(row) for row in (recording.batch.source or recording.batch).visible_ids]
     recordings = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows)
     twins = np.stack([transport_ratio(twin, euclidean=False).ratio.values[attention] for twin in recordings])
-    ratios = measured.ratio.values[attention]
+    ratios, potentials = measured.ratio.values[attention], _brenier(recording, attention)
     return Finding(
         shortage=prompts.alike,
         evidence={
@@ -63,7 +69,7 @@ def transport_map(case: TrialCase) -> Finding:
             "gradient of a convex potential": _evidence(_convex(case, recording)[None], ["a planted step"]),
             "blocks that write nothing": _evidence(silent.ratio.values[attention], names),
         },
-        described=_described(measured, attention),
+        described=_described(measured, attention) | potentials,
         data=curve(
             "cost_ratio",
             np.stack([ratios, twins.mean(0)], -1).transpose(1, 0, 2),
@@ -80,13 +86,13 @@ def _evidence(ratios: np.ndarray, names: list[str]) -> Evidence:
     """The ratios of all half-steps over (half-step, prompt), or that there are none."""
     if not np.isfinite(ratios).any():
         return PremiseImpossible("no token is displaced, so that there is no ratio")
-    return EverySample([row[np.isfinite(row)] for row in ratios if np.isfinite(row).sum() > 1], "prompts", names)
+    return EverySample([row[np.isfinite(row)] for row in ratios if np.isfinite(row).sum() > 1], "prompts", names, SHARE)
 
 
 def _or_nothing(ratios: np.ndarray) -> Evidence:
     if not np.isfinite(ratios).any():
         return PremiseImpossible("no token is displaced, so that there is no ratio")
-    return Replicates(ratios[np.isfinite(ratios)], "prompts")
+    return Replicates(ratios[np.isfinite(ratios)], "prompts", SHARE)
 
 
 def _permuted(case: TrialCase, recording: Recording, attention: np.ndarray) -> np.ndarray:
@@ -128,6 +134,28 @@ def _described(measured: xr.Dataset, attention: np.ndarray) -> dict[str, Evidenc
     means = {name: values[np.isfinite(values).all(1)] for name, values in rows.items()}
     chosen = {name: values[values.mean(1).argmin()] for name, values in means.items() if len(values)}
     return {name: Replicates(values, "prompts") for name, values in chosen.items()}
+
+
+def _brenier(recording: Recording, attention: np.ndarray) -> dict[str, Evidence]:
+    """Brenier's potential of the attention half-steps, for the chordal distance of unit vectors: the share of the
+    half-steps of a prompt that have one, and the mean indeterminacy of those.
+    """
+    path = without_first_token(recording.on_sphere)
+    shares, widths = [], []
+    for prompt in range(path.states.shape[1]):
+        kept = slice(None) if path.weights is None else path.weights[0, prompt] > 0
+        x = retract(path.states[:, prompt][:, kept].double())
+        ends = torch.from_numpy(np.flatnonzero(attention)).to(x.device)
+        width = brenier_potential(x[ends - 1], x[ends]).indeterminacy
+        shares.append(float(width.isfinite().double().mean()))
+        widths.append(float(width.nanmean()))
+    found = np.isfinite(widths)
+    described: dict[str, Evidence] = {
+        "attention half-steps with a Brenier potential": Replicates(shares, "prompts", SHARE)
+    }
+    if found.sum() > 1:
+        described[INDETERMINACY] = Replicates(np.array(widths)[found], "prompts")
+    return described
 
 
 def _remark(measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, premise: str) -> str:
