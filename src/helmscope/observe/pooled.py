@@ -1,8 +1,8 @@
 """Statistics of the cloud of all tokens of all prompts, with prompts as replicates.
 
 The cloud of one prompt has fewer tokens than dimensions, and no covariance of full rank; that of all prompts has one. A
-statistic theta of its mean and covariance gets its replicates from the delete-one-prompt jackknife: with theta_(-k) that
-of the cloud without prompt k, out of N,
+statistic theta of its mean and covariance gets its replicates from the delete-one-prompt jackknife: with theta_(-k) of
+the cloud without prompt k, out of N,
 
     pseudo-value  p_k = N theta - (N - 1) theta_(-k),
 
