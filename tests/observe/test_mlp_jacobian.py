@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import lstsq
 
 import helmscope as hs
 from helmscope.fields.activations import Identity, ReLU, Tanh
@@ -168,6 +169,60 @@ def test_the_projection_of_a_rotation_is_all_swirl():
     circle = torch.linspace(0, 2 * math.pi, 65, dtype=F64)[:-1]
     x = torch.stack([circle.cos(), circle.sin()], -1).expand(4, 64, 2)
     assert mlp_projection(hs.integrate(turn, x, times=[0.0]), progress=False).swirl_bound.values == pytest.approx(1)
+
+
+class Points(hs.Instrument):
+    """Keeps the points and forces of every layer of a recording that is one chunk."""
+
+    name, needs = "points", hs.types.Needs.FORCE
+
+    def __init__(self):
+        self.found = {}
+
+    def mlp(self, context, tensors):
+        self.found[context.layer] = tensors.point.double(), tensors.force
+        self.keep(context, {"seen": torch.ones(len(tensors.point))})
+
+
+def left_by_quadratics(fitted, predicted, force):
+    """The shares of |f|^2 per prompt that the best S x + b with symmetric S leaves, by SciPy's least squares."""
+    d = fitted.shape[-1]
+    pairs = [(i, j) for i in range(d) for j in range(i + 1)]
+
+    def design(x):
+        columns = np.zeros((len(x), d, len(pairs) + d))
+        for k, (i, j) in enumerate(pairs):
+            columns[:, i, k] += x[:, j]
+            columns[:, j, k] += x[:, i] if i != j else 0.0
+        columns[:, :, len(pairs) :] = np.eye(d)
+        return columns.reshape(len(x) * d, -1)
+
+    f = force.ambient(fitted.reshape(-1, d)).numpy().ravel()
+    solution = lstsq(design(fitted.reshape(-1, d).numpy()), f, cond=1e-6)[0]
+    shares = []
+    for x in predicted:
+        exact = force.ambient(x).numpy().ravel()
+        shares.append(np.square(exact - design(x.numpy()) @ solution).sum() / np.square(exact).sum())
+    return shares
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_projection_of_a_recorded_model(family):
+    """A plain and a gated MLP, whose quadratic part is fitted to the even prompts for the odd ones and vice versa."""
+    recording = record(tiny_model(family), inputs_of(family, batch=8, n=24))
+    seen = mlp_projection(recording, progress=False)
+    assert seen.swirl_bound.dims == ("layer", "prompt")
+    assert seen.sizes["prompt"] == 8
+    assert float(seen.swirl_bound.min()) > 0
+    assert bool(np.isfinite(seen.swirl_bound).all())
+    points = Points()
+    recording.replay(points)
+    for layer, (x, force) in points.found.items():
+        x = hs.sphere.retract(x)
+        expected = np.empty(8)
+        expected[1::2] = left_by_quadratics(x[::2], x[1::2], force)
+        expected[::2] = left_by_quadratics(x[1::2], x[::2], force)
+        assert seen.swirl_bound_quadratic.sel(layer=layer).values == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(

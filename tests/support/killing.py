@@ -3,7 +3,8 @@
     python tests/support/killing.py FOLDER KILLS SEED
 
 Prints its counts as JSON. It is a separate program because it forks: it imports ``store`` and ``runs``, but no torch
-and nothing that starts threads.
+and nothing that starts threads. Most of its time it waits for the moment of a kill, so that it makes several series of
+kills at once, each in a process and a folder of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from support.toy_units import manifest, mixture, results
 
 MANIFEST = manifest()
 CALLS = ("open", "fsync", "replace", "mkdir", "unlink")
+COUNTED = ("kills", "torn", "foreign", "temporaries", "completed", "unequal")
 
 
 def fork_run(folder: RunFolder, units: list[Unit], last: int = 0) -> int:
@@ -83,7 +86,7 @@ class Watch:
         calm = RunFolder.create(root / "calm")
         run_units(units, calm, manifest=MANIFEST)
         self.expected = results(calm.path)
-        self.counts = dict.fromkeys(("kills", "torn", "foreign", "temporaries", "completed", "unequal"), 0)
+        self.counts = dict.fromkeys(COUNTED, 0)
         self.states = set()
         self.reset()
 
@@ -122,18 +125,15 @@ class Watch:
         self.counts["foreign"] += set(os.listdir(self.folder.path)) != {"manifest.json", "units.json", "units"}
         self.reset()
 
-    def report(self) -> dict[str, int]:
-        return {**self.counts, "states": len(self.states), "stages": len({state[0] for state in self.states})}
 
-
-def at_every_call(root: Path) -> dict[str, int]:
+def at_every_call(root: Path) -> Watch:
     """One kill at every call that changes files, and a resume after each."""
     watch = Watch(root, mixture(3))
     for last in count(1):
         _, status = os.waitpid(fork_run(watch.folder, watch.units, last), 0)
         if not os.WIFSIGNALED(status):
             assert os.waitstatus_to_exitcode(status) == 0
-            return watch.report()
+            return watch
         watch.check()
         run_units(watch.units, watch.folder, manifest=MANIFEST)
         watch.finish()
@@ -149,7 +149,7 @@ def duration(watch: Watch) -> float:
     return seconds
 
 
-def at_random(root: Path, kills: int, seed: int) -> dict[str, int]:
+def at_random(root: Path, kills: int, seed: int) -> Watch:
     """Kills at random moments; each new process resumes where the killed one stopped, until the run is complete."""
     rng, watch = random.Random(seed), Watch(root, mixture(12, size=300_000))
     length = min(duration(watch) for _ in range(4))
@@ -165,10 +165,45 @@ def at_random(root: Path, kills: int, seed: int) -> dict[str, int]:
             watch.finish()
     run_units(watch.units, watch.folder, manifest=MANIFEST)
     watch.finish()
-    return watch.report()
+    return watch
+
+
+SERIES = 3  # of random kills, at once
+
+
+def start(series: Callable[..., Watch], root: Path, *arguments: int) -> tuple[int, Path]:
+    """Start a process that makes a series of kills in a folder; its counts and states are left in a file beside it."""
+    left = root.with_suffix(".json")
+    process = os.fork()
+    if process == 0:
+        try:
+            watch = series(root, *arguments)
+            left.write_text(json.dumps([watch.counts, sorted(watch.states)]))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return process, left
+
+
+def report(*started: tuple[int, Path]) -> dict[str, int]:
+    """Wait for series of kills; their counts together, and how many states they left: with how many results, and with
+    which temporary files.
+    """
+    counts, states = dict.fromkeys(COUNTED, 0), set()
+    for process, left in started:
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        counted, seen = json.loads(left.read_text())
+        counts = {name: number + counted[name] for name, number in counts.items()}
+        states |= {json.dumps(state) for state in seen}
+    return {**counts, "states": len(states), "stages": len({json.loads(state)[0] for state in states})}
 
 
 if __name__ == "__main__":
     where, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     assert "torch" not in sys.modules
-    print(json.dumps({"calls": at_every_call(where / "calls"), "random": at_random(where / "random", kills, seed)}))
+    shares = [kills // SERIES + (k < kills % SERIES) for k in range(SERIES)]
+    every = start(at_every_call, where / "calls")
+    random_ones = [start(at_random, where / f"random-{k}", share, SERIES * seed + k) for k, share in enumerate(shares)]
+    print(json.dumps({"calls": report(every), "random": report(*random_ones)}))

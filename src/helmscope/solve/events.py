@@ -184,9 +184,10 @@ class Watch:
         share = torch.ones_like(h[rows])
         if inside is not None:
 
-            def signal(share: Tensor) -> Tensor:
-                states = inside(rows, share * h[rows])
-                return self._signal(states, systems[rows]).gather(1, parts[:, None])[:, 0]
+            def signal(share: Tensor, among: Tensor) -> Tensor:
+                chosen = rows[among]
+                states = inside(chosen, share * h[chosen])
+                return self._signal(states, systems[chosen]).gather(1, parts[among, None])[:, 0]
 
             share = _root(signal, before[rows, parts], after[rows, parts])
         self.times[systems[rows], parts] = start[rows] + share * h[rows]
@@ -197,22 +198,23 @@ class Watch:
         return self.event.signal(points).reshape(len(points), self.level.shape[1]).to(torch.float64)
 
 
-def _root(signal: Callable[[Tensor], Tensor], low_value: Tensor, high_value: Tensor) -> Tensor:
+def _root(signal: Callable[[Tensor, Tensor], Tensor], low_value: Tensor, high_value: Tensor) -> Tensor:
     """The point in (0, 1] where each signal reaches 0, by Chandrupatla's method (1997): inverse quadratic interpolation
     where that is safe, otherwise bisection, so that a jump of the signal is located too.
 
-    Returns the end of the last bracket at which the signal is >= 0. A row that has converged is frozen, so that its
-    result does not depend on how long the others take.
+    ``signal(points, rows)`` is that of the given rows. Returns the end of the last bracket at which it is >= 0. A row
+    that has converged is not evaluated again, so that its result does not depend on how long the others take.
     """
     a, fa = torch.ones_like(high_value), high_value
     b, fb = torch.zeros_like(low_value), low_value
     share = torch.full_like(a, 0.5)
     best = torch.full_like(a, torch.nan)
     for _ in range(100):
-        if not bool(best.isnan().any()):
+        searching = best.isnan().nonzero().flatten()
+        if not len(searching):
             break
         x = a + share * (b - a)
-        fx = signal(x)
+        fx = fa.index_copy(0, searching, signal(x[searching], searching))
         same = (fx >= 0) == (fa >= 0)
         c, fc = torch.where(same, a, b), torch.where(same, fa, fb)
         b, fb = torch.where(same, b, a), torch.where(same, fb, fa)
