@@ -32,7 +32,8 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     rows = [list(row[:8]) for row in Subject("A").token_ids[:3]]
     recording = hs.record("A", torch.tensor(rows))
     stored = hs.store.RunFolder.open("run")
-    for name, expected in hs.measure(recording, quick=True, seed=2).items():
+    compared = ["kernel_statistics", "attention_noise_spectrum", "depth_flow", "mlp_weights", "transport_ratio"]
+    for name, expected in hs.measure(recording, only=compared, quick=True, seed=2).items():
         found = stored.read_results(name)
         assert set(found.data_vars) == set(expected.data_vars)
         for variable in expected.data_vars:

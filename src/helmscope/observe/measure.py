@@ -14,7 +14,7 @@ from helmscope.observe.attention_divergence import attention_divergence, diverge
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.balance import KernelBalance
-from helmscope.observe.context_noise import context_noise, context_refusal
+from helmscope.observe.context_noise import context_noise, context_refusal, own_contexts
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
@@ -97,7 +97,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         FurtherMeasurement(
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
-        FurtherMeasurement("context_noise", _context_noise, (5, 8), context_refusal),
+        FurtherMeasurement("context_noise", _context_noise, (5, 4), context_refusal),
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
@@ -123,7 +123,8 @@ def _attention_divergence(system: System, *, quick: bool, seed: int, progress: P
 
 def _context_noise(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     assert isinstance(system, Recording)
-    return context_noise(system, groups=32 if quick else 256, seed=seed, progress=progress)
+    contexts = own_contexts(system)[: 256 if quick else None]
+    return context_noise(system, contexts, groups=32 if quick else 256, seed=seed, progress=progress)
 
 
 def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
