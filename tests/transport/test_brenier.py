@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import ot
 import pytest
 import torch
 from scipy.optimize import linprog
@@ -58,7 +59,6 @@ def test_more_points_determine_the_potential() -> None:
 
 
 def test_a_rotation_is_not_optimal_and_its_excess_is_that_of_pot() -> None:
-    ot = pytest.importorskip("ot")
     x = points(24, 2)
     turn = torch.tensor([[-1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
     y = x @ turn

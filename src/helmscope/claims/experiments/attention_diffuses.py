@@ -26,6 +26,7 @@ from helmscope.observe.context_noise import context_groups, context_noise, covar
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
+    import xarray as xr
     from torch import Tensor
 
     from helmscope.claims.evidence import Evidence
@@ -153,20 +154,8 @@ def _on_model(case: TrialCase) -> Finding:
         ]
     )
 
-    def over_groups(values: np.ndarray) -> Replicates:
-        return Replicates(values[np.isfinite(values)], "groups")
-
     means = {name: float(values.mean()) for name, values in measured.data_vars.items()}
-    described: dict[str, Evidence] = {
-        str(measured[name].attrs["long_name"]): over_groups(measured[name].values)
-        for name in measured.data_vars
-        if name not in ("slope", "r_squared", "members")
-    }
-    described["R^2 if the increments are single sampled tokens"] = over_groups(sampled[:, 1])
-    described["slope, untrained twins"] = Replicates(twins.mean(1), "twins")
-    described["slope minus that of untrained twins"] = PairedDifferences(
-        measured.slope.values - twins.mean(0), "groups"
-    )
+    described = _described(measured, sampled, twins)
     described["variance of the cloud after attention over that before"] = over_prompts(_growth(recording))
     data = curve(
         "diffusivity",
@@ -177,10 +166,10 @@ def _on_model(case: TrialCase) -> Finding:
         over="group",
     )
     return Finding(
-        evidence={"slope": over_groups(measured.slope.values), "R^2": over_groups(measured.r_squared.values)},
+        evidence={"slope": _over_groups(measured.slope.values), "R^2": _over_groups(measured.r_squared.values)},
         controls={
-            "one sampled token": over_groups(sampled[:, 0]),
-            "Sigma_A of other groups": over_groups(_of_others(case, groups)),
+            "one sampled token": _over_groups(sampled[:, 0]),
+            "Sigma_A of other groups": _over_groups(_of_others(case, groups)),
             "blocks that write nothing": _silent(recording),
         },
         described=described,
@@ -193,6 +182,25 @@ def _on_model(case: TrialCase) -> Finding:
         setting=f"model {case.subject.name}, layer 0, {len(groups)} groups of the same word at the same position with "
         f"{means['members']:.0f} contexts on average, from {where}; tangent space of the state, writes over its length",
     )
+
+
+def _over_groups(values: np.ndarray) -> Replicates:
+    return Replicates(values[np.isfinite(values)], "groups")
+
+
+def _described(measured: xr.Dataset, sampled: np.ndarray, twins: np.ndarray) -> dict[str, Evidence]:
+    """What is reported and not judged: the other quantities of mode C, and untrained twins."""
+    described: dict[str, Evidence] = {
+        str(measured[name].attrs["long_name"]): _over_groups(measured[name].values)
+        for name in measured.data_vars
+        if name not in ("slope", "r_squared", "members")
+    }
+    described["R^2 if the increments are single sampled tokens"] = _over_groups(sampled[:, 1])
+    described["slope, untrained twins"] = Replicates(twins.mean(1), "twins")
+    described["slope minus that of untrained twins"] = PairedDifferences(
+        measured.slope.values - twins.mean(0), "groups"
+    )
+    return described
 
 
 def _one_context(case: TrialCase, group: ContextGroup, number: int) -> tuple[float, float]:
