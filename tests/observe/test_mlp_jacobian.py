@@ -76,6 +76,24 @@ def test_shares_are_the_loops_over_tokens(force):
             assert seen[name][0, system].item() == pytest.approx(wanted, rel=1e-10, abs=1e-12), name
 
 
+@pytest.mark.parametrize("angle", [0.0, math.pi / 6, math.pi / 2])
+def test_a_conservative_mlp_and_the_same_turned_by_an_angle(angle):
+    """J = R diag(c1, c2) has A = sin(angle) (c1 + c2) / 2 off the diagonal, so that its share is
+    sin^2 (c1 + c2)^2 / (2 (c1^2 + c2^2)): 0 for the gradient and nothing else.
+    """
+    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=F64)
+    force = MLP(w_in=torch.eye(2, dtype=F64), w_out=turn, activation=Tanh())
+    x = hs.sphere.retract(normal(4, 7, 2))
+    seen = mlp_jacobian(hs.integrate(force, x, times=[0.0]))
+    for system in range(4):
+        shares = []
+        for a, b in x[system].tolist():
+            c1, c2 = 1 - math.tanh(a) ** 2, 1 - math.tanh(b) ** 2
+            shares.append(math.sin(angle) ** 2 * (c1 + c2) ** 2 / (2 * (c1**2 + c2**2)))
+        assert seen.swirl_index[0, system].item() == pytest.approx(sum(shares) / 7, rel=1e-12, abs=1e-15)
+    assert (seen.swirl_index_weighted.values < 1e-15).all() == (angle == 0)
+
+
 def test_identical_tokens_and_a_silent_mlp_have_no_share():
     same = X[:1, :1].expand(1, 4, D)
     seen = mlp_jacobian(hs.integrate(PLAIN, same, times=[0.0]))

@@ -10,7 +10,7 @@ import xarray as xr
 
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
-from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale
+from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale, RemainderScale
 from helmscope.types import HelmscopeError, check_measurement
 from support.refusal import refused
 
@@ -39,7 +39,9 @@ def measured(*, missing: bool = False) -> xr.Dataset:
 
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()], ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize(
+    "scale", [LinearScale(), LogScale(), FisherZScale(), RemainderScale()], ids=lambda scale: type(scale).__name__
+)
 def test_every_entry_is_the_interval_of_its_replicates(scale, missing, confidence):
     data = measured(missing=missing)
     seen = reduce_replicates(data, scale=scale, confidence=confidence)
@@ -66,7 +68,7 @@ def test_the_standard_error_is_in_units_of_the_quantity():
     assert plain.share_stderr.values == pytest.approx(data.share.std("prompt", ddof=1).values / 8**0.5, rel=1e-13)
     # to first order the half-width is t standard errors, on every scale
     narrow = data[["share"]] * 1e-4 + 0.5
-    for scale in (LinearScale(), LogScale(), FisherZScale()):
+    for scale in (LinearScale(), LogScale(), FisherZScale(), RemainderScale()):
         seen = reduce_replicates(narrow, scale=scale)
         half = (seen.share_high - seen.share_low) / 2
         assert half.values == pytest.approx(2.3646242510102993 * seen.share_stderr.values, rel=1e-4)
@@ -193,6 +195,30 @@ def test_one_bound_is_enough_and_a_scale_that_is_given_comes_before_it():
     data = xr.Dataset({"rank": ("seed", [1.0, 1.1, 3.0], {"valid_min": 1.0})})
     assert float(reduce_replicates(data).rank_low) == 1.0
     assert float(reduce_replicates(data, scale=LinearScale()).rank_low) < 1.0
+
+
+def test_an_attribute_names_the_scale_of_the_mean():
+    values = [-3.0, 0.5, 0.9, 0.75]
+    data = xr.Dataset({"a": ("seed", values, {"averaged_as": "log(1 - x)"})})
+    seen, given = reduce_replicates(data), reduce_replicates(data, scale=LinearScale())
+    assert float(seen.a) == pytest.approx(1 - math.exp(sum(math.log(1 - each) for each in values) / 4), rel=1e-14)
+    one = mean_interval(values, scale=RemainderScale())
+    assert (float(seen.a_low), float(seen.a_high)) == pytest.approx((one.low, one.high), rel=1e-13)
+    assert float(given.a) == pytest.approx(sum(values) / 4)
+    assert seen.a_high < 1 < given.a_high
+    refused(
+        lambda: reduce_replicates(data.assign(a=data.a.assign_attrs(averaged_as="logit(x)"))),
+        "unknown averaged_as of 'a' 'logit(x)'",
+    )
+
+
+def test_a_remainder_of_0_counts_as_rounding():
+    data = xr.Dataset({"a": ("seed", [1.0, 0.5], {"averaged_as": "log(1 - x)"})})
+    assert 1 - 1e-7 < float(reduce_replicates(data).a) < 1
+    assert reduce_replicates(data.isel(seed=[0, 0])).a_low == 1.0
+    refused(lambda: reduce_replicates(data.assign(a=(data.a + 0.1).assign_attrs(data.a.attrs))), "'a' is 1.1 at seed 0")
+    with pytest.raises(HelmscopeError, match=r"\(-inf, 1\]"):
+        mean_interval([1.5, 0.0], scale=RemainderScale())
 
 
 def test_a_share_may_leave_its_bounds_by_rounding_alone():

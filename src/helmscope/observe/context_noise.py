@@ -188,7 +188,9 @@ def context_noise(
         "token_id": ("group", np.array([group.token for group in source])),
         "position": ("group", np.array([group.position for group in source])),
     }
-    measured = xr.Dataset(data, coords).assign_attrs(extra_forwards="layer 0 once for all contexts")
+    measured = xr.Dataset(data, coords)
+    measured.r_squared.attrs["averaged_as"] = "log(1 - x)"  # bad predictions have very negative values
+    measured = measured.assign_attrs(extra_forwards="layer 0 once for all contexts")
     return check_replicates(described(measured, NAMES), "group")
 
 

@@ -12,7 +12,7 @@ from scipy import special
 
 from helmscope.stats.intervals import tail
 from helmscope.stats.replicates import check_scale, first_value, moments, numbers
-from helmscope.stats.scales import PLAIN, BoundedScale, Scale
+from helmscope.stats.scales import PLAIN, BoundedScale, FisherZScale, LogScale, RemainderScale, Scale
 from helmscope.types import (
     HelmscopeError,
     check_name,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 MEAN, RANGE = "mean", "range"
+AVERAGED_AS: dict[str, Scale] = {"log(x)": LogScale(), "artanh(x)": FisherZScale(), "log(1 - x)": RemainderScale()}
 
 
 def reduce_replicates(
@@ -46,8 +47,9 @@ def reduce_replicates(
     ``HelmscopeError`` for values outside the scale's domain.
 
     Attributes of NAME control its reduction. ``valid_min`` and ``valid_max``, as for a share, are bounds that hold by
-    definition: unless ``scale`` is given, its scale is ``BoundedScale``. ``summary`` is "range" for quantities that
-    vary over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
+    definition: unless ``scale`` is given, its scale is ``BoundedScale``. ``averaged_as`` names another scale, log(x),
+    artanh(x) or log(1 - x), for replicates that are far from normal on their own. ``summary`` is "range" for quantities
+    that vary over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
     replicates, NAME_low their minimum, NAME_high their maximum, and there is no NAME_stderr.
 
     Equal values have an interval of width 0, also at a bound: that the replicates agree does not show that others
@@ -134,7 +136,9 @@ def band_text(measurement: xr.Dataset, name: str) -> str:
 
 
 def _default_scale(value: xr.DataArray) -> Scale:
-    """``BoundedScale`` if the variable's attributes have bounds, otherwise linear."""
+    """The scale that the variable's attributes name, ``BoundedScale`` if they have bounds, otherwise linear."""
+    if "averaged_as" in value.attrs:
+        return AVERAGED_AS[check_name(f"averaged_as of '{value.name}'", value.attrs["averaged_as"], AVERAGED_AS)]
     low, high = float(value.attrs.get("valid_min", -math.inf)), float(value.attrs.get("valid_max", math.inf))
     return BoundedScale((low, high)) if math.isfinite(low) or math.isfinite(high) else PLAIN
 
