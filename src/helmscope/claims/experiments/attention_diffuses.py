@@ -23,6 +23,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.context_noise import context_groups, context_noise, covariance_fit
+from helmscope.stats.scales import PLAIN, RemainderScale, Scale
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 HARMONICS = 3
+REMAINDER = RemainderScale()
 DEGREE = 256  # resolves e^(beta cos) up to beta = 1000
 
 
@@ -166,10 +168,13 @@ def _on_model(case: TrialCase) -> Finding:
         over="group",
     )
     return Finding(
-        evidence={"slope": _over_groups(measured.slope.values), "R^2": _over_groups(measured.r_squared.values)},
+        evidence={
+            "slope": _over_groups(measured.slope.values),
+            "R^2": _over_groups(measured.r_squared.values, REMAINDER),
+        },
         controls={
             "one sampled token": _over_groups(sampled[:, 0]),
-            "Sigma_A of other groups": _over_groups(_of_others(case, groups)),
+            "Sigma_A of other groups": _over_groups(_of_others(case, groups), REMAINDER),
             "blocks that write nothing": _silent(recording),
         },
         described=described,
@@ -184,8 +189,8 @@ def _on_model(case: TrialCase) -> Finding:
     )
 
 
-def _over_groups(values: np.ndarray) -> Replicates:
-    return Replicates(values[np.isfinite(values)], "groups")
+def _over_groups(values: np.ndarray, scale: Scale = PLAIN) -> Replicates:
+    return Replicates(values[np.isfinite(values)], "groups", scale)
 
 
 def _described(measured: xr.Dataset, sampled: np.ndarray, twins: np.ndarray) -> dict[str, Evidence]:
@@ -195,7 +200,7 @@ def _described(measured: xr.Dataset, sampled: np.ndarray, twins: np.ndarray) -> 
         for name in measured.data_vars
         if name not in ("slope", "r_squared", "members")
     }
-    described["R^2 if the increments are single sampled tokens"] = _over_groups(sampled[:, 1])
+    described["R^2 if the increments are single sampled tokens"] = _over_groups(sampled[:, 1], REMAINDER)
     described["slope, untrained twins"] = Replicates(twins.mean(1), "twins")
     described["slope minus that of untrained twins"] = PairedDifferences(
         measured.slope.values - twins.mean(0), "groups"
