@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
 TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evaluated
-SAMPLED = ("swirl_index", "surface_divergence")
 AXES = {"unit_sphere": "norm folded in: unit sphere", "norm_output": "norm not folded in: its output"}
 LABELS = {
     "force": "length of the MLP's force",
@@ -82,11 +81,10 @@ class DriftAndSwirl(Instrument):
     depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3]. Where there is attention also
     ``attention_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of step size 1.
 
-    Quantities that need x^T Df x or the size of Df, ``swirl_index`` and ``surface_divergence``, are evaluated at
-    ``tokens`` tokens of a prompt at most, evenly spaced among those that count (attribute ``jacobian_tokens``): their
-    cost is O(h^2) per token for h neurons, more than all the others together. The error of sampling is a part of the
-    spread between prompts, hence of every interval. ``tokens=None`` evaluates all. Mixtures of experts, and
-    ``per_token``, always do.
+    ``swirl_index``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a prompt at
+    most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2) per token
+    for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts, hence of every
+    interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
 
     With ``per_token``, also ``token_potential_C`` and ``token_swirl_index`` along the axis ``token``, NaN at tokens of
     weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME by expert
@@ -163,7 +161,10 @@ class DriftAndSwirl(Instrument):
         tokens = token_quantities(parts, x, centered=centered)
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()
-        means = {name: token_mean(value, evaluated if name in SAMPLED else weights) for name, value in tokens.items()}
+        means = {name: token_mean(value, weights) for name, value in tokens.items()}
+        means["swirl_index"] = token_mean(tokens["swirl_index"], evaluated)
+        apart = _flat_divergence(parts, tokens["radial_force"], x.shape[-1], centered)
+        means["surface_divergence"] = token_mean(apart, weights) - token_mean(parts.radial_slope, evaluated)
         for name in parts.splits:
             fraction = _ratio_of_squared_sums(tokens[f"swirl_{name}"], tokens["force"], weights)
             means[f"swirl_fraction_as_printed_{name}"] = fraction
@@ -225,7 +226,6 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
     """
     f, inner = parts.force, (x * parts.force).sum(-1)
     tangential = f - inner.unsqueeze(-1) * x - (f.mean(-1, keepdim=True) if centered else 0.0)
-    trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
     vectors = {"force": f, "tangential_speed": tangential, "harmonic": parts.harmonic}
     vectors |= {f"gradient_{name}": split.gradient for name, split in parts.splits.items()}
     vectors |= {f"swirl_{name}": split.swirl for name, split in parts.splits.items()}
@@ -235,8 +235,14 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
         "radial_force": inner,
         "trace": parts.jacobian.trace,
         "swirl_index": torch.where(parts.jacobian.squared_norm == 0, 0.0, parts.jacobian.antisymmetric_share),
-        "surface_divergence": trace - parts.radial_slope - (x.shape[-1] - 1 - centered) * inner,
+        "surface_divergence": _flat_divergence(parts, inner, x.shape[-1], centered) - parts.radial_slope,
     }
+
+
+def _flat_divergence(parts: Parts, inner: Tensor, dim: int, centered: bool) -> Tensor:
+    """The surface divergence without its term -x^T Df x, which is evaluated at sampled tokens only."""
+    trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
+    return trace - (dim - 1 - centered) * inner
 
 
 def prepared_force(
@@ -300,7 +306,7 @@ def even_sample(weights: Float[Tensor, "rows n"], tokens: int) -> Int[Tensor, "r
     if int(counts.max()) <= tokens:
         return None
     places = (2 * torch.arange(tokens, device=weights.device) + 1) * counts // (2 * tokens)
-    first = (weights > 0).to(torch.int8).sort(-1, descending=True, stable=True).indices
+    first = (weights > 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return first.gather(-1, places)
 
 
