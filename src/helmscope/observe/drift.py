@@ -29,7 +29,7 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -157,7 +157,8 @@ class DriftAndSwirl(Instrument):
             self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
         else:
             sample = None if self.tokens is None else even_sample(weights, self.tokens)
-            parts = prepared.at(x, sample)
+            blocks = row_blocks(len(x), x.shape[-2] * len(prepared.algebra.rows))
+            parts = joined([prepared.at(x[block], None if sample is None else sample[block]) for block in blocks])
         tokens = token_quantities(parts, x, centered=centered)
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()

@@ -15,7 +15,7 @@ as in USA, has a drift but no sampling covariance: NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE, check_kernel
+from helmscope.observe.track import row_blocks
 from helmscope.types import HelmscopeError, Needs
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ class HeadMoments:
         (tensor([[[0.5000, 0.5000]]]), tensor([[[0.2500, 0.2500]]]))
         """
         if tensors not in _KNOWN:
-            _KNOWN[tensors] = _moments(context, tensors)
+            assert tensors.kernel is not None
+            blocks = row_blocks(len(tensors.kernel), tensors.kernel[0].numel())
+            _KNOWN[tensors] = _joined([_moments(*_rows(context, tensors, block)) for block in blocks])
         return _KNOWN[tensors]
 
     def dropped_heads(self, values: Float[Tensor, "rows heads ..."]) -> Tensor:
@@ -137,6 +140,28 @@ class HeadMoments:
 
 
 _KNOWN: WeakKeyDictionary[AttentionTensors, HeadMoments] = WeakKeyDictionary()
+
+
+def _rows(context: ReplayContext, tensors: AttentionTensors, block: slice) -> tuple[ReplayContext, AttentionTensors]:
+    """Some systems of a chunk."""
+    first = context.rows.start
+    masks = {name: getattr(context, name) for name in ("weights", "visible")}
+    some = {name: mask[block] for name, mask in masks.items() if mask is not None}
+    names = ("state", "direction", "kernel", "query", "key", "value", "write")
+    parts = {name: getattr(tensors, name) for name in names}
+    return (
+        replace(context, rows=slice(first + block.start, first + block.stop), **some),
+        replace(tensors, **{name: part[block] for name, part in parts.items() if part is not None}),
+    )
+
+
+def _joined(blocks: list[HeadMoments]) -> HeadMoments:
+    """The moments of a chunk from those of its systems."""
+    names = ("drift", "sampling", "sampling_ambient", "random", "total_drift")
+    first = blocks[0].spaces
+    x, radius = (torch.cat([getattr(each.spaces, name) for each in blocks]) for name in ("x", "radius"))
+    values = {name: torch.cat([getattr(each, name) for each in blocks]) for name in names}
+    return HeadMoments(TangentSpaces(x, radius, first.centered), **values, has_heads=blocks[0].has_heads)
 
 
 def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:

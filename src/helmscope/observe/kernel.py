@@ -20,6 +20,7 @@ from helmscope.observe.track import (
     AT_LEAST_1,
     SHARE,
     check_system,
+    row_blocks,
     token_mean,
     token_weights,
     with_bounds,
@@ -309,7 +310,12 @@ class KernelStatistics(Instrument):
                 f" of {pluralized(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
             )
         weights = token_weights(tensors.state, context.weights)
-        self.keep(context, _statistics(kernel, weights.to(kernel), context.visible), axes=("head",))
+        visible = context.visible
+        parts = [
+            _statistics(kernel[block], weights[block].to(kernel), None if visible is None else visible[block])
+            for block in row_blocks(rows, kernel[0].numel())
+        ]
+        self.keep(context, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, axes=("head",))
 
     def result(self) -> xr.Dataset:
         """The statistics of every head (if there are several), layer and replicate."""
