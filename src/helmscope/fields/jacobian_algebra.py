@@ -97,10 +97,12 @@ class JacobianAlgebra(ConciseRepr):
     @full_precision
     def _forms(self) -> list[Float[Tensor, "start twice_block"]]:
         return _upper_blocks(
-            lambda rows, columns: (self.rows[rows] @ self.columns[:, columns])
-            * (self.rows[columns] @ self.columns[:, rows]).mT,
-            lambda rows, columns: (self.rows[rows] @ self.rows[columns].mT)
-            * (self.columns[:, rows].mT @ self.columns[:, columns]),
+            lambda rows, columns: (
+                (self.rows[rows] @ self.columns[:, columns]) * (self.rows[columns] @ self.columns[:, rows]).mT
+            ),
+            lambda rows, columns: (
+                (self.rows[rows] @ self.rows[columns].mT) * (self.columns[:, rows].mT @ self.columns[:, columns])
+            ),
             len(self.rows),
         )
 
