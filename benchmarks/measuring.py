@@ -4,8 +4,8 @@ the memory of every measurement of a model of the size of GPT-2.
     time      a plain eager forward without recording, the recorded forward, a replay that measures nothing, one with
               each streaming instrument and one with all four, in turns; processor time, since the ratios of wall-clock
               times depend on what else runs
-    memory    with ``--memory``: peak resident memory and processor time of each measurement of 8 texts of 256 tokens, in
-              a separate process each, the recording included
+    memory    with ``--memory``: peak resident memory and processor time of each measurement of 8 texts of 256 tokens,
+              in a separate process each, the recording included
 
 On a CPU. The model of the second part has random weights, whose values do not affect the cost.
 """

@@ -108,7 +108,7 @@ CLOUDS = hs.sphere.retract(normal(2, 100, 5))
 
 
 def test_only_what_needs_the_jacobian_is_sampled():
-    """With m of 100 tokens, the swirl index is the mean over these, and all other quantities are those of all tokens."""
+    """With 7 of 100 tokens, the swirl index is the mean over these; all other quantities are those of all tokens."""
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
     seen, whole = drift_and_swirl(run, tokens=7), drift_and_swirl(run, tokens=None)
     places = even_sample(torch.ones(2, 100), 7)
@@ -193,9 +193,10 @@ def test_the_largest_tensor_of_a_replay():
 
 
 def test_the_products_of_a_replay():
-    """The multiplications of the streaming instruments in matrix products, for each layer: d h for z and 3 d h for f and
-    two gradients at each token; the forms of h x h, of which a triangle of blocks of 128 is made once and used at 32
-    tokens of a text; W_O twice, and the weights of a head with its values three times. A tenth is left for the rest."""
+    """The multiplications of the streaming instruments in matrix products, for each layer: d h for z and 3 d h for f
+    and two gradients at each token; the forms of h x h, of which a triangle of blocks of 128 is made once and used at
+    32 tokens of a text; W_O twice, and the weights of a head with its values three times. A tenth is left for the rest.
+    """
     texts, n, d, heads, hidden, sampled = 3, 96, 48, 4, 192, 3 * 32
     recording = small_model(n)
     with Watch() as plain:

@@ -65,7 +65,7 @@ class Activation(ABC):
 
     def chain(self, z: Float[Tensor, "*shape"], *, double: bool = False) -> tuple[Float[Tensor, "*shape"], ...]:
         """s'(z), s(z), psi(z) and, if ``double``, Psi(z), without derivatives. Those of this module compute them in
-        float32 if z is float32: psi and Psi then have a relative error of 1e-6 (psi of GELU one of 3e-7 psi + 6e-8 |z|).
+        float32 if z is float32: psi and Psi then have a relative error of 1e-6 (psi of GELU: 3e-7 psi + 6e-8 |z|).
 
         >>> from helmscope.fields.activations import GELU
         >>> GELU().chain(torch.zeros(1))

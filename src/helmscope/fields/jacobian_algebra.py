@@ -240,6 +240,6 @@ def _invariants(
     for block in forms:
         stop, width = len(block), block.shape[1] // 2
         own = slopes[..., stop - width : stop].unsqueeze(-2)
-        product = linear(slopes[..., :stop], block).unflatten(-1, (2, width))
+        product = linear(slopes[..., :stop], block).reshape(*slopes.shape[:-1], 2, width)
         total = total + (product * own).sum(-1)
     return JacobianInvariants((slopes * diagonal).sum(-1), total[..., 0], total[..., 1].clamp(min=0))

@@ -15,7 +15,7 @@ swirl index depends only on f; 0 is a gradient, 1 a rotation, and independent ra
 divergence below 0 means that the force gathers tokens around x.
 How it fails. A swirl index near 0.5 can belong to a force that is nearly a gradient where tokens are (see
 ``mlp_projection``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
-Cost. One replay; O(h^2) per token for the Jacobian, no d x d matrix, and about as much for psi.
+Cost. One replay; 4 d h multiplications per token for h neurons, and h^2 at each sampled token; no d x d matrix.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor |
 
 
 def even_sample(weights: Float[Tensor, "rows n"], tokens: int) -> Int[Tensor, "rows tokens"] | None:
-    """Indices of tokens of positive weight, evenly spaced in each system: those at the places (k + 1/2) c / tokens of c;
-    repeated where there are fewer. None if no system has more, so that all tokens are taken.
+    """Indices of tokens of positive weight, evenly spaced in each system: those at the places (k + 1/2) c / tokens of
+    c; repeated where there are fewer. None if no system has more, so that all tokens are taken.
 
     >>> even_sample(torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]), 2)
     tensor([[1, 4]])

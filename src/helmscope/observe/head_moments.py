@@ -218,7 +218,8 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
 def _along_heads(x: Tensor, output: Tensor) -> Tensor:
     """g = W_O^T x of every head, (rows, heads, n, s)."""
     heads, d, s = output.shape
-    return matrix_product(x, output.movedim(1, 0).reshape(d, heads * s)).unflatten(-1, (heads, s)).transpose(1, 2)
+    along = matrix_product(x, output.movedim(1, 0).reshape(d, heads * s))
+    return along.reshape(*x.shape[:-1], heads, s).transpose(1, 2)
 
 
 @full_precision
@@ -280,16 +281,31 @@ class _KernelSums:
         lengths = _squares(moved, output)
         raw_lengths = _squares(moved, raw) if context.centered else lengths
         further = torch.stack([lengths, raw_lengths, _squares(value, raw)], -1)
-        mean, means = (kernel @ torch.cat([moved, further], -1)).split([s, 3], -1)
+        sums = kernel @ torch.cat([moved, further], -1)
+        mean, means = sums[..., :s], sums[..., s:]
         square = kernel * kernel
-        square_mean, square_lengths = (square @ torch.cat([moved, lengths.unsqueeze(-1)], -1)).split([s, 1], -1)
+        squares = square @ torch.cat([moved, lengths.unsqueeze(-1)], -1)
         along = g @ moved.mT
         along = along.mul_(along).mul_(kernel)  # P_ij (g_i . v_j)^2
         mass, radial = kernel.sum(-1), along.sum(-1)
         rest = torch.where((1 - mass).abs() <= ROW_SUM_TOLERANCE, 0.0, 1 - mass)
         about = mean - rest.unsqueeze(-1) * shift
-        sums = square.sum(-1), square_mean, square_lengths.squeeze(-1), along.mul_(kernel).sum(-1)
-        return cls(g, shift, mass, rest, mean, about, *means.unbind(-1), radial, *sums)
+        return cls(
+            g,
+            shift,
+            mass,
+            rest,
+            mean,
+            about,
+            means[..., 0],
+            means[..., 1],
+            means[..., 2],
+            radial,
+            square.sum(-1),
+            squares[..., :s],
+            squares[..., s],
+            along.mul_(kernel).sum(-1),
+        )
 
     def sampling(self, output: Tensor, raw: Tensor | None) -> _Traces:
         """The traces of mode A without their factor 1/2; ``raw`` are the output matrices with their mean."""

@@ -224,10 +224,10 @@ class PreparedMLP:
 
     def _writes(self, values: Neurons) -> tuple[Tensor, dict[str, Tensor]]:
         """f, and grad U by coordinates."""
-        force, *gradients = linear(values.written, self._along).split(len(self.harmonic), -1)
+        force, *gradients = torch.split(linear(values.written, self._along), len(self.harmonic), -1)
         if self._across is not None:
             assert values.psi is not None
-            more = linear(values.psi, self._across).split(len(self.harmonic), -1)
+            more = torch.split(linear(values.psi, self._across), len(self.harmonic), -1)
             gradients = [gradient + own for gradient, own in zip(gradients, more, strict=True)]
         if self.mlp.b_out is not None:
             force = force + self.mlp.b_out.to(force)
