@@ -198,12 +198,12 @@ def token_mean(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch 
     return torch.where(weights > 0, weights * value, 0.0).sum(-1) / weights.sum(-1)
 
 
-BLOCK_NUMBERS = 2**18  # of one tensor that an instrument works on at a time: it stays in the cache, and in the heap
+BLOCK_NUMBERS = 2**18  # of one tensor that an instrument works on at a time
 
 
 def row_blocks(rows: int, numbers: int) -> list[slice]:
     """Slices of consecutive systems of a chunk, with tensors of about ``BLOCK_NUMBERS`` entries if a system has
-    ``numbers``: passes over larger tensors take several times as long, most of it for new pages of memory.
+    ``numbers``, so that the working memory of an instrument does not grow with the chunk.
 
     >>> row_blocks(5, 2**17)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
