@@ -5,7 +5,8 @@ Transformer, no. 3].
 
 The constants of integration matter: in a gated MLP they add constant vectors to the gradient part. Every function is
 elementwise and keeps the dtype; psi and Psi are computed in float64 to a relative accuracy of 1e-15 at every z. Under
-autograd and torch.func d Psi/dz is exactly psi, d psi/dz is exactly s and ds/dz is exactly the slope.
+autograd and torch.func d Psi/dz is exactly psi, d psi/dz is exactly s and ds/dz is exactly the slope. ``chain`` returns
+all of them at once, in the arithmetic of z: in float32 about ten times faster, to single precision.
 
 torch.sigmoid, silu and gelu are not used: on a CPU their last bit depends on the position of the element in the tensor.
 """
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from helmscope.fields.activation import Activation, DerivativeChain
 from helmscope.fields.antiderivative import Antiderivatives, tabulate, with_derivative
-from helmscope.types import HelmscopeError, check_name
+from helmscope.fields.elementary import monomial, sigmoid
+from helmscope.types import check_name
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -45,86 +48,8 @@ if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
-class Activation(ABC):
-    """Base class of activations s: R -> R, applied elementwise to float tensors. A subclass must define ``__call__``.
-
-    ``slope`` then defaults to autograd, and ``potential`` and ``double_potential`` raise ``HelmscopeError`` unless they
-    are overridden.
-
-    >>> class Sine(Activation):
-    ...     def __call__(self, z):
-    ...         return torch.sin(z)
-    >>> Sine().slope(torch.zeros(2))
-    tensor([1., 1.])
-    """
-
-    @abstractmethod
-    def __call__(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """s(z)."""
-
-    def potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """psi(z) = int_0^z s. Raises ``HelmscopeError`` if the activation does not define it.
-
-        >>> Tanh().potential(torch.tensor([0.0, 1.0]))
-        tensor([0.0000, 0.4338])
-        """
-        raise self._unknown("potential", "s")
-
-    def double_potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Psi(z) = int_0^z psi. Raises ``HelmscopeError`` if the activation does not define it.
-
-        >>> ReLU().double_potential(torch.tensor([-1.0, 3.0]))
-        tensor([0.0000, 4.5000])
-        """
-        raise self._unknown("double_potential", "its potential")
-
-    def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """s'(z).
-
-        >>> ReLU().slope(torch.tensor([-1.0, 2.0]))
-        tensor([0., 1.])
-        """
-        value, pull_back = torch.func.vjp(self, z)[:2]
-        slope: Tensor = pull_back(torch.ones_like(value))[0]
-        return slope
-
-    def _unknown(self, method: str, integrand: str) -> HelmscopeError:
-        return HelmscopeError(
-            f"activation {type(self).__name__} has no table of its {method}: "
-            f"implement {method}(z), the integral of {integrand} from 0 to z, or use an activation that has one"
-        )
-
-
-class _DerivativeChain(Activation):
-    """Base class of activations that define Psi, psi, s and the slope, each the exact derivative of the one before.
-
-    ``_psi`` and ``_double_psi`` receive float64 tensors.
-    """
-
-    def __call__(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return with_derivative(z, self._value, self.slope)
-
-    def potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return with_derivative(z, lambda u: self._psi(u.double()).to(u.dtype), self)
-
-    def double_potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return with_derivative(z, lambda u: self._double_psi(u.double()).to(u.dtype), self.potential)
-
-    @abstractmethod
-    def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
-
-    @abstractmethod
-    def _value(self, z: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _psi(self, z: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _double_psi(self, z: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True)
-class Identity(_DerivativeChain):
+class Identity(DerivativeChain):
     """s = z, psi = z^2/2, Psi = z^3/6.
 
     >>> Identity().double_potential(torch.tensor([6.0]))
@@ -139,14 +64,14 @@ class Identity(_DerivativeChain):
         return z.clone()
 
     def _psi(self, z: Tensor) -> Tensor:
-        return _monomial(z, 2)
+        return monomial(z, 2)
 
     def _double_psi(self, z: Tensor) -> Tensor:
-        return _monomial(z, 3)
+        return monomial(z, 3)
 
 
 @dataclass(frozen=True)
-class ReLU(_DerivativeChain):
+class ReLU(DerivativeChain):
     """s = z_+, psi = z_+^2/2, Psi = z_+^3/6.
 
     >>> ReLU().potential(torch.tensor([-2.0, 2.0]))
@@ -161,14 +86,14 @@ class ReLU(_DerivativeChain):
         return torch.relu(z)
 
     def _psi(self, z: Tensor) -> Tensor:
-        return _monomial(torch.relu(z), 2)
+        return monomial(torch.relu(z), 2)
 
     def _double_psi(self, z: Tensor) -> Tensor:
-        return _monomial(torch.relu(z), 3)
+        return monomial(torch.relu(z), 3)
 
 
 @dataclass(frozen=True)
-class SquaredReLU(_DerivativeChain):
+class SquaredReLU(DerivativeChain):
     """s = z_+^2, psi = z_+^3/3, Psi = z_+^4/12 (So et al. 2021, arXiv:2109.08668).
 
     >>> SquaredReLU().potential(torch.tensor([-3.0, 3.0]))
@@ -180,17 +105,17 @@ class SquaredReLU(_DerivativeChain):
         return 2 * torch.relu(z)
 
     def _value(self, z: Tensor) -> Tensor:
-        return 2 * _monomial(torch.relu(z), 2)
+        return 2 * monomial(torch.relu(z), 2)
 
     def _psi(self, z: Tensor) -> Tensor:
-        return 2 * _monomial(torch.relu(z), 3)
+        return 2 * monomial(torch.relu(z), 3)
 
     def _double_psi(self, z: Tensor) -> Tensor:
-        return 2 * _monomial(torch.relu(z), 4)
+        return 2 * monomial(torch.relu(z), 4)
 
 
 @dataclass(frozen=True)
-class Tanh(_DerivativeChain):
+class Tanh(DerivativeChain):
     """s = tanh z, psi = log cosh z, Psi = z^2/2 - z log 2 + Li2(-e^(-2z))/2 + pi^2/24 for z >= 0, and odd.
 
     >>> Tanh().potential(torch.tensor([-1.0, 1.0], dtype=torch.float64))
@@ -211,7 +136,7 @@ class Tanh(_DerivativeChain):
         return torch.copysign(_tanh_integrals(z.device).twice(z.abs()), z)
 
 
-class _GatedPower(_DerivativeChain):
+class _GatedPower(DerivativeChain):
     """s(z) = z^p c(z) with a gate c that rises from 0 to 1 and c(z) + c(-z) = 1.
 
     With m(a) = a^p c(-a), which decays, s(-a) = (-1)^p m(a) and s(a) = a^p - m(a) for a >= 0. So psi and Psi follow on
@@ -226,12 +151,14 @@ class _GatedPower(_DerivativeChain):
 
     def _psi(self, z: Tensor) -> Tensor:
         tail = _tail_integrals(self, z.device).once(z.abs())
-        return torch.where(z < 0, tail if self.power else -tail, _monomial(z, self.power + 1) - tail)
+        # not torch.where, which is ten times slower where signs alternate at random
+        return monomial(torch.relu(z), self.power + 1) - (torch.copysign(tail, z) if self.power else tail)
 
     def _double_psi(self, z: Tensor) -> Tensor:
-        # clamped, because z = inf would give inf - inf; beyond 1e150 the tail is negligible next to the monomial
-        tail = _tail_integrals(self, z.device).twice(torch.maximum(-z, z.clamp(max=1e150)))
-        return torch.where(z < 0, -tail if self.power else tail, _monomial(z, self.power + 2) - tail)
+        # clamped, because z = inf would give inf - inf; beyond that the tail is negligible next to the monomial
+        largest = 1e150 if z.dtype == torch.float64 else 1e18
+        tail = _tail_integrals(self, z.device).twice(torch.maximum(-z, z.clamp(max=largest)))
+        return monomial(torch.relu(z), self.power + 2) - (tail if self.power else torch.copysign(tail, z))
 
     @abstractmethod
     def _gate(self, z: Tensor) -> Tensor:
@@ -291,6 +218,18 @@ class GELU(_GatedPower):
         """Phi(z) + z phi(z)."""
         return self._gate(z) + z * (torch.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
+    def chain(self, z: Float[Tensor, "*shape"], *, double: bool = False) -> tuple[Float[Tensor, "*shape"], ...]:
+        """By one error function and one exponential, in float32: psi = [z (s + phi) - (Phi - 1/2)] / 2."""
+        if double or z.dtype != torch.float32:
+            return super().chain(z, double=double)
+        z = z.detach()
+        half = torch.erf(z * math.sqrt(0.5)).mul_(0.5)  # Phi - 1/2
+        density = torch.exp((z * z).mul_(-0.5)).mul_(1 / math.sqrt(2 * math.pi))
+        gate = half + 0.5
+        value = z * gate
+        psi = (value + density).mul_(z).sub_(half).mul_(0.5)
+        return torch.addcmul(gate, z, density), value, psi
+
     def _gate(self, z: Tensor) -> Tensor:
         return torch.erfc(z * -math.sqrt(0.5)) / 2
 
@@ -317,7 +256,7 @@ class GELUTanh(_GatedPower):
 
 
 @dataclass(frozen=True)
-class QuickGELU(_DerivativeChain):
+class QuickGELU(DerivativeChain):
     """s = z sigma(q z) with q = 1.702, which is SiLU(q z)/q; so psi = psi_SiLU(q z)/q^2 and Psi = Psi_SiLU(q z)/q^3.
 
     >>> QuickGELU().potential(torch.tensor([-1.0, 0.0, 1.0]))
@@ -365,25 +304,6 @@ def from_name(name: str) -> Activation:
     GELUTanh()
     """
     return _NAMES[check_name("activation", str(name), _NAMES)]()
-
-
-def sigmoid(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """1 / (1 + e^(-z)), accurate to a relative rounding error for z of either sign, and infinitely differentiable.
-
-    >>> sigmoid(torch.tensor([-100.0, 0.0]))
-    tensor([3.7835e-44, 5.0000e-01])
-    """
-    return with_derivative(z, _sigmoid_value, lambda u: sigmoid(u) * sigmoid(-u))
-
-
-def _sigmoid_value(z: Tensor) -> Tensor:
-    small = torch.exp(-z.abs())
-    return torch.where(z < 0, small, 1.0) / (1 + small)
-
-
-def _monomial(z: Tensor, n: int) -> Tensor:
-    """z^n / n!, the n-fold antiderivative of 1, by multiplication: rounding in torch.pow depends on the position."""
-    return math.prod([z] * (n - 1), start=z) / math.factorial(n)
 
 
 @functools.cache

@@ -5,7 +5,7 @@
 
 g is smooth and positive, hence so are h and k, and their quadrature has no cancellation: P and Q keep their relative
 accuracy down to a = 0. h and k are tabulated as Chebyshev series on panels of equal width up to a cut-off, beyond which
-m equals its limit.
+m equals its limit. In float32 a series ends with its cubic term: the next one is below 9e-8 of the value.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PANELS_PER_UNIT = 8  # a power of two, so that the position within a panel has no rounding error
 BLOCK = 2**14  # numbers evaluated per pass
 TERMS = 10  # if poles are at least pi from the real axis, as for tanh(z / 2), the first omitted term is below 1e-17
+SINGLE_TERMS = 4  # in float32
 PIECES, NODES = 16, 24  # the quadrature on [0, 1]: panels, and nodes per panel
 
 Elementwise = Callable[["Tensor"], "Tensor"]
@@ -85,7 +86,8 @@ class _WithDerivative(torch.autograd.Function):
 class Antiderivatives:
     """The antiderivatives P and Q of a density m that equals ``limit`` beyond ``cut``.
 
-    They take and return float64, accurate to a few units of relative rounding error; NaN for NaN.
+    They take and return float64, or float32 at a sixth of the time, accurate to a few units of relative rounding error;
+    NaN for NaN.
 
     >>> exponential = tabulate(lambda u: torch.exp(-u), power=0, cut=40.0, limit=0.0)
     >>> exponential.once(torch.tensor([0.0, 1.0, torch.inf], dtype=torch.float64))
@@ -164,12 +166,15 @@ def _chebyshev_series(values: NDArray[np.float64]) -> Float[Tensor, "terms panel
 def clenshaw(coefficients: Float[Tensor, "terms panels"], a: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Evaluate sum_k c_k T_k(t) with the coefficients of the panel that contains a >= 0, t in [-1, 1] within the panel.
 
-    The panels are [0, 1/8], [1/8, 1/4] and so on; values beyond the last one are not allowed and not checked.
+    The panels are [0, 1/8], [1/8, 1/4] and so on; values beyond the last one are not allowed and not checked. If a is
+    float32 and the coefficients are not, only the terms up to the cubic one are used.
 
     >>> clenshaw(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0.0, 1 / 16, 1 / 8]))
     tensor([ 2., -2.,  6.])
     """
     blocks = torch.split(a.reshape(-1), BLOCK)  # small enough to stay in the cache during a dozen passes
+    if a.dtype == torch.float32 and coefficients.dtype == torch.float64:
+        coefficients = coefficients[:SINGLE_TERMS].float()
     return torch.cat([_clenshaw_block(coefficients, block) for block in blocks]).reshape(a.shape)
 
 

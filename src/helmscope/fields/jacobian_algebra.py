@@ -21,6 +21,7 @@ replace V V^T and W^T W. Time: O(h^2) per point, and O(h^2 d) once for each set 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-BLOCK = 256  # neurons per block of a symmetric form, of which only one triangle is multiplied
+BLOCK = 128  # neurons per block of a symmetric form, of which only one triangle is stored and multiplied
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,18 +89,22 @@ class JacobianAlgebra(ConciseRepr):
     columns: Float[Tensor, "d neurons"]
 
     @cached_property
-    @full_precision
-    def _across(self) -> Float[Tensor, "neurons neurons"]:
-        return self.rows @ self.columns
-
-    @cached_property
-    def _square_form(self) -> Float[Tensor, "neurons neurons"]:
-        return _upper(self._across * self._across.mT)
+    def diagonal(self) -> Float[Tensor, " neurons"]:
+        """The diagonal of M = V W, whose products with the slopes add up to tr J."""
+        return (self.rows * self.columns.mT).sum(-1)
 
     @cached_property
     @full_precision
-    def _norm_form(self) -> Float[Tensor, "neurons neurons"]:
-        return _upper((self.rows @ self.rows.mT) * (self.columns.mT @ self.columns))
+    def _forms(self) -> list[Float[Tensor, "start twice_block"]]:
+        return _upper_blocks(
+            lambda rows, columns: (
+                (self.rows[rows] @ self.columns[:, columns]) * (self.rows[columns] @ self.columns[:, rows]).mT
+            ),
+            lambda rows, columns: (
+                (self.rows[rows] @ self.rows[columns].mT) * (self.columns[:, rows].mT @ self.columns[:, columns])
+            ),
+            len(self.rows),
+        )
 
     def invariants(self, slopes: Float[Tensor, "*batch neurons"]) -> JacobianInvariants:
         """tr J, tr J^2 and |J|^2 at each point, in R^d.
@@ -108,7 +113,7 @@ class JacobianAlgebra(ConciseRepr):
         >>> jacobian_algebra(MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2))).invariants(torch.ones(2)).trace
         tensor(4.)
         """
-        return self._with_forms(slopes, self._across.diagonal(), self._square_form, self._norm_form)
+        return _invariants(slopes, self.diagonal, self._forms)
 
     def tangent_invariants(
         self, slopes: Float[Tensor, "*batch neurons"], x: Float[Tensor, "*batch d"]
@@ -144,9 +149,12 @@ class JacobianAlgebra(ConciseRepr):
         JacobianInvariants(trace=0.0, trace_of_square=0.0, squared_norm=4.0)
         """
         read, written = self.rows @ factor.mT, self.columns.mT @ factor.mT
-        across = read @ written.mT
-        norm_form = (read @ read.mT) * (written @ written.mT)
-        return self._with_forms(slopes, across.diagonal(), _upper(across * across.mT), _upper(norm_form))
+        forms = _upper_blocks(
+            lambda rows, columns: (read[rows] @ written[columns].mT) * (written[rows] @ read[columns].mT),
+            lambda rows, columns: (read[rows] @ read[columns].mT) * (written[rows] @ written[columns].mT),
+            len(read),
+        )
+        return _invariants(slopes, (read * written).sum(-1), forms)
 
     def radial(self, slopes: Float[Tensor, "*batch neurons"], x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """x^T J x.
@@ -167,13 +175,6 @@ class JacobianAlgebra(ConciseRepr):
                 [0., 2.]])
         """
         return linear(self.columns * slopes.unsqueeze(-2), self.rows)
-
-    def _with_forms(
-        self, slopes: Tensor, diagonal: Tensor, square_form: Tensor, norm_form: Tensor
-    ) -> JacobianInvariants:
-        return JacobianInvariants(
-            (slopes * diagonal).sum(-1), _quadratic(slopes, square_form), _quadratic(slopes, norm_form).clamp(min=0)
-        )
 
 
 def jacobian_algebra(
@@ -214,19 +215,31 @@ def slopes_of(force: Force, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
     return slopes[0] if len(slopes) == 1 else torch.cat(slopes, -1)
 
 
-def _upper(form: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
-    """The block upper triangle of a symmetric form, blocks beside the diagonal doubled: c^T form c is unchanged."""
-    upper = form.clone()
-    for start in range(0, len(form), BLOCK):
-        upper[start : start + BLOCK, start + BLOCK :] *= 2
-        upper[start : start + BLOCK, :start] = 0
-    return upper
+Entries = Callable[[slice, slice], "Tensor"]
 
 
-def _quadratic(c: Float[Tensor, "*batch k"], upper: Float[Tensor, "k k"]) -> Float[Tensor, "*batch"]:
-    """c^T form c, given ``_upper`` of the form."""
-    total = torch.zeros_like(c[..., 0])
-    for start in range(0, len(upper), BLOCK):
-        stop = min(start + BLOCK, len(upper))
-        total = total + (linear(c[..., :stop], upper[:stop, start:stop]) * c[..., start:stop]).sum(-1)
-    return total
+def _upper_blocks(square: Entries, norm: Entries, size: int) -> list[Tensor]:
+    """The forms of tr J^2 and |J|^2, of which only the block upper triangle is computed: for each block of columns its
+    rows up to the diagonal, with those above the block doubled, which leaves c^T form c unchanged; both side by side.
+    """
+    blocks = []
+    for start in range(0, size, BLOCK):
+        columns = slice(start, min(start + BLOCK, size))
+        rows = slice(0, columns.stop)
+        block = torch.cat([square(rows, columns), norm(rows, columns)], 1)
+        block[:start] *= 2
+        blocks.append(block)
+    return blocks
+
+
+def _invariants(
+    slopes: Float[Tensor, "*batch neurons"], diagonal: Float[Tensor, " neurons"], forms: list[Tensor]
+) -> JacobianInvariants:
+    """tr J, tr J^2 and |J|^2, given ``_upper_blocks``."""
+    total = slopes.new_zeros(*slopes.shape[:-1], 2)
+    for block in forms:
+        stop, width = len(block), block.shape[1] // 2
+        own = slopes[..., stop - width : stop].unsqueeze(-2)
+        product = linear(slopes[..., :stop], block).reshape(*slopes.shape[:-1], 2, width)
+        total = total + (product * own).sum(-1)
+    return JacobianInvariants((slopes * diagonal).sum(-1), total[..., 0], total[..., 1].clamp(min=0))

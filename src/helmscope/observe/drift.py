@@ -15,7 +15,7 @@ swirl index depends only on f; 0 is a gradient, 1 a rotation, and independent ra
 divergence below 0 means that the force gathers tokens around x.
 How it fails. A swirl index near 0.5 can belong to a force that is nearly a gradient where tokens are (see
 ``mlp_projection``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
-Cost. One replay; O(h^2) per token for the Jacobian, no d x d matrix, and about as much for psi.
+Cost. One replay; 4 d h multiplications per token for h neurons, and h^2 at each sampled token; no d x d matrix.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs, type_with_article
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from helmscope.observe.mlp_parts import Parts
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
+TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evaluated
 AXES = {"unit_sphere": "norm folded in: unit sphere", "norm_output": "norm not folded in: its output"}
 LABELS = {
     "force": "length of the MLP's force",
@@ -79,6 +81,11 @@ class DriftAndSwirl(Instrument):
     depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3]. Where there is attention also
     ``attention_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of step size 1.
 
+    ``swirl_index``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a prompt at
+    most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2) per token
+    for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts, hence of every
+    interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
+
     With ``per_token``, also ``token_potential_C`` and ``token_swirl_index`` along the axis ``token``, NaN at tokens of
     weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME by expert
     as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no token of a
@@ -100,15 +107,16 @@ class DriftAndSwirl(Instrument):
     name = "drift_and_swirl"
     needs = Needs.FORCE | Needs.ATTENTION_WRITE
 
-    def __init__(self, *, per_token: bool = False) -> None:
+    def __init__(self, *, per_token: bool = False, tokens: int | None = TOKENS) -> None:
         if not isinstance(per_token, bool):
             raise HelmscopeError(f"per_token is {per_token!r}, but it must be True or False")
         self.per_token = per_token
+        self.tokens = None if tokens is None or per_token else check_integer("tokens", tokens, at_least=1)
         self._prepared: dict[int, PreparedMLP | PreparedMixture] = {}
         self._facts: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"DriftAndSwirl(per_token={self.per_token})"
+        return f"DriftAndSwirl(per_token={self.per_token}, tokens={self.tokens})"
 
     def refusal(self, system: System) -> str | None:
         """Why a system cannot be measured: its forces must be MLPs or mixtures of them."""
@@ -140,15 +148,24 @@ class DriftAndSwirl(Instrument):
             "tangent_dimension": str(x.shape[-1] - 1 - centered),
             "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
             "norm_output: the output of the norm",
+            "jacobian_tokens": "all" if self.tokens is None else f"at most {self.tokens}, evenly spaced",
         }
         if isinstance(prepared, PreparedMixture):
+            self._facts["jacobian_tokens"] = "all"
             self._facts["routing_weights"] = "frozen: their derivative is not part of the Jacobian"
             parts = joined([prepared.at(cloud[None]) for cloud in x])
             self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
         else:
-            parts = prepared.at(x)
+            sample = None if self.tokens is None else even_sample(weights, self.tokens)
+            blocks = row_blocks(len(x), x.shape[-2] * len(prepared.algebra.rows))
+            parts = joined([prepared.at(x[block], None if sample is None else sample[block]) for block in blocks])
         tokens = token_quantities(parts, x, centered=centered)
+        # what was not evaluated is NaN
+        evaluated = weights * ~parts.radial_slope.isnan()
         means = {name: token_mean(value, weights) for name, value in tokens.items()}
+        means["swirl_index"] = token_mean(tokens["swirl_index"], evaluated)
+        apart = _flat_divergence(parts, tokens["radial_force"], x.shape[-1], centered)
+        means["surface_divergence"] = token_mean(apart, weights) - token_mean(parts.radial_slope, evaluated)
         for name in parts.splits:
             fraction = _ratio_of_squared_sums(tokens[f"swirl_{name}"], tokens["force"], weights)
             means[f"swirl_fraction_as_printed_{name}"] = fraction
@@ -184,7 +201,7 @@ class DriftAndSwirl(Instrument):
         return with_bounds(measured, BOUNDS)
 
 
-def drift_and_swirl(system: System, *, per_token: bool = False) -> xr.Dataset:
+def drift_and_swirl(system: System, *, per_token: bool = False, tokens: int | None = TOKENS) -> xr.Dataset:
     """Force, potential and swirl of a system's MLPs, with replicates: ``DriftAndSwirl`` by one replay.
 
     Arguments, quantities and errors are those of ``DriftAndSwirl``.
@@ -196,7 +213,7 @@ def drift_and_swirl(system: System, *, per_token: bool = False) -> xr.Dataset:
     >>> measured.tangential_speed.values.round(6).tolist(), measured.swirl_index.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
-    instrument = DriftAndSwirl(per_token=per_token)
+    instrument = DriftAndSwirl(per_token=per_token, tokens=tokens)
     return check_system(system).replay(instrument)[instrument.name]
 
 
@@ -210,7 +227,6 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
     """
     f, inner = parts.force, (x * parts.force).sum(-1)
     tangential = f - inner.unsqueeze(-1) * x - (f.mean(-1, keepdim=True) if centered else 0.0)
-    trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
     vectors = {"force": f, "tangential_speed": tangential, "harmonic": parts.harmonic}
     vectors |= {f"gradient_{name}": split.gradient for name, split in parts.splits.items()}
     vectors |= {f"swirl_{name}": split.swirl for name, split in parts.splits.items()}
@@ -220,8 +236,14 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
         "radial_force": inner,
         "trace": parts.jacobian.trace,
         "swirl_index": torch.where(parts.jacobian.squared_norm == 0, 0.0, parts.jacobian.antisymmetric_share),
-        "surface_divergence": trace - parts.radial_slope - (x.shape[-1] - 1 - centered) * inner,
+        "surface_divergence": _flat_divergence(parts, inner, x.shape[-1], centered) - parts.radial_slope,
     }
+
+
+def _flat_divergence(parts: Parts, inner: Tensor, dim: int, centered: bool) -> Tensor:
+    """The surface divergence without its term -x^T Df x, which is evaluated at sampled tokens only."""
+    trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
+    return trace - (dim - 1 - centered) * inner
 
 
 def prepared_force(
@@ -237,7 +259,7 @@ def prepared_force(
     """
     if context.layer not in cache:
         prepared = prepare(tensors.force, like=x, unfolded=tensors.unfolded, norm=tensors.norm)
-        numbers = 3 * len(prepared.algebra.rows) ** 2 if isinstance(prepared, PreparedMLP) else CACHED_NUMBERS
+        numbers = len(prepared.algebra.rows) ** 2 if isinstance(prepared, PreparedMLP) else CACHED_NUMBERS
         if numbers * (len(cache) + 1) > CACHED_NUMBERS:
             cache.clear()
         cache[context.layer] = prepared
@@ -272,6 +294,21 @@ def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor |
         )
     unit: Tensor = points / length.unsqueeze(-1)
     return check_tokens(unit, name=f"points of layer {context.layer}")
+
+
+def even_sample(weights: Float[Tensor, "rows n"], tokens: int) -> Int[Tensor, "rows tokens"] | None:
+    """Indices of tokens of positive weight, evenly spaced in each system: those at the places (k + 1/2) c / tokens of
+    c; repeated where there are fewer. None if no system has more, so that all tokens are taken.
+
+    >>> even_sample(torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]), 2)
+    tensor([[1, 4]])
+    """
+    counts = (weights > 0).sum(-1, keepdim=True)
+    if int(counts.max()) <= tokens:
+        return None
+    places = (2 * torch.arange(tokens, device=weights.device) + 1) * counts // (2 * tokens)
+    first = (weights > 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return first.gather(-1, places)
 
 
 def _ratio_of_squared_sums(numerator: Tensor, denominator: Tensor, weights: Tensor) -> Tensor:

@@ -15,14 +15,16 @@ as in USA, has a drift but no sampling covariance: NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.kernels.dense import matrix_product
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE, check_kernel
+from helmscope.observe.track import row_blocks
 from helmscope.types import HelmscopeError, Needs
 
 if TYPE_CHECKING:
@@ -122,7 +124,9 @@ class HeadMoments:
         (tensor([[[0.5000, 0.5000]]]), tensor([[[0.2500, 0.2500]]]))
         """
         if tensors not in _KNOWN:
-            _KNOWN[tensors] = _moments(context, tensors)
+            assert tensors.kernel is not None
+            blocks = row_blocks(len(tensors.kernel), tensors.kernel[0].numel())
+            _KNOWN[tensors] = _joined([_moments(*_rows(context, tensors, block)) for block in blocks])
         return _KNOWN[tensors]
 
     def dropped_heads(self, values: Float[Tensor, "rows heads ..."]) -> Tensor:
@@ -136,6 +140,28 @@ class HeadMoments:
 
 
 _KNOWN: WeakKeyDictionary[AttentionTensors, HeadMoments] = WeakKeyDictionary()
+
+
+def _rows(context: ReplayContext, tensors: AttentionTensors, block: slice) -> tuple[ReplayContext, AttentionTensors]:
+    """Some systems of a chunk."""
+    first = context.rows.start
+    masks = {name: getattr(context, name) for name in ("weights", "visible")}
+    some = {name: mask[block] for name, mask in masks.items() if mask is not None}
+    names = ("state", "direction", "kernel", "query", "key", "value", "write")
+    parts = {name: getattr(tensors, name) for name in names}
+    return (
+        replace(context, rows=slice(first + block.start, first + block.stop), **some),
+        replace(tensors, **{name: part[block] for name, part in parts.items() if part is not None}),
+    )
+
+
+def _joined(blocks: list[HeadMoments]) -> HeadMoments:
+    """The moments of a chunk from those of its systems."""
+    names = ("drift", "sampling", "sampling_ambient", "random", "total_drift")
+    first = blocks[0].spaces
+    x, radius = (torch.cat([getattr(each.spaces, name) for each in blocks]) for name in ("x", "radius"))
+    values = {name: torch.cat([getattr(each, name) for each in blocks]) for name in names}
+    return HeadMoments(TangentSpaces(x, radius, first.centered), **values, has_heads=blocks[0].has_heads)
 
 
 def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,28 +189,14 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
     spaces = TangentSpaces.of(context, tensors)
     kernel, value, raw = with_heads(tensors)
     output = centered_output(raw, centered=context.centered)
-    g = torch.einsum("bnd,hds->bhns", spaces.x, output)
-    mass = kernel.sum(-1)
-    seen = torch.ones_like(mass[:, :1]) if context.visible is None else context.visible[:, None].to(mass)
-    # subtracting a common vector from the values avoids cancellation; the sink, of value 0, then has the value -shift
-    shift = (seen.unsqueeze(-1) * value).sum(-2, keepdim=True) / seen.sum(-1)[..., None, None]
-    moved = value - shift
-    rest = torch.where((1 - mass).abs() <= ROW_SUM_TOLERANCE, 0.0, 1 - mass)
-    sampled, mean = _Quadratic(moved, g, output), kernel @ moved
-    sink = _Quadratic(-shift, g, output)
-    about = mean - rest.unsqueeze(-1) * shift  # m - shift
-    second = sampled.ambient_mean(kernel) + rest * sink.squares, sampled.radial_mean(kernel) + rest * sink.along**2
-    first = _Quadratic(about, g, output).own()
-    ambient = second[0] - first[0]
-    raw_gram = ambient if not context.centered else _ambient_trace(kernel, moved, rest, shift, about, raw)
-    valid = rest >= 0
-    has_keys = mass > 0
+    sums = _KernelSums.of(kernel, value, _along_heads(spaces.x, output), output, raw, context)
+    valid, has_keys = sums.rest >= 0, sums.mass > 0
     per_radius = 1 / spaces.radius.unsqueeze(1)
     rounding = 32 * torch.finfo(kernel.dtype).eps
-    unmoved = torch.einsum("bhij,bhj->bhi", kernel, _squares(value, raw))
-    floor = rounding * second[0] + rounding**2 * unmoved
-    random, random_floor = _random_trace(kernel, moved, mean, mass, g, output)
-    random_floor = rounding * random_floor + rounding**2 * unmoved * kernel.amax(-1)
+    traces = sums.sampling(output, raw if context.centered else None)
+    random, size = sums.random(output)
+    floor = rounding * traces.second + rounding**2 * sums.unmoved
+    random_floor = rounding * size + rounding**2 * sums.unmoved * kernel.amax(-1)
     length = torch.linalg.vector_norm(spaces.project(_write(tensors)), dim=-1)
 
     def scaled(trace: Tensor, floor: Tensor) -> Tensor:
@@ -193,13 +205,21 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
 
     return HeadMoments(
         spaces,
-        torch.where(has_keys, _drift_lengths(spaces, about + shift, output), torch.nan) * per_radius,
-        scaled(ambient - (second[1] - first[1]), floor),
-        scaled(raw_gram, floor),
+        torch.where(has_keys, _drift_lengths(spaces, sums.about + sums.shift, output), torch.nan) * per_radius,
+        scaled(traces.tangent, floor),
+        scaled(traces.ambient, floor),
         scaled(random, random_floor),
         length / spaces.radius,
         tensors.kernel is not None and tensors.kernel.ndim == 4,
     )
+
+
+@full_precision
+def _along_heads(x: Tensor, output: Tensor) -> Tensor:
+    """g = W_O^T x of every head, (rows, heads, n, s)."""
+    heads, d, s = output.shape
+    along = matrix_product(x, output.movedim(1, 0).reshape(d, heads * s))
+    return along.reshape(*x.shape[:-1], heads, s).transpose(1, 2)
 
 
 @full_precision
@@ -216,64 +236,107 @@ def _write(tensors: AttentionTensors) -> Tensor:
     return tensors.write
 
 
-class _Quadratic:
-    """v^T G v and g . v of vectors v in the space of a head, G = W_O^T W_O."""
+@dataclass(frozen=True, eq=False)
+class _Traces:
+    """tr(T Cov T), tr Cov with the mean over coordinates, and the second moment, the size of what cancels."""
 
-    def __init__(self, vectors: Tensor, g: Tensor, output: Tensor) -> None:
-        self.vectors, self.g, self.output = vectors, g, output
+    tangent: Tensor
+    ambient: Tensor
+    second: Tensor
 
-    @property
-    def squares(self) -> Tensor:
-        """v^T G v, (rows, heads, vectors)."""
-        return _squares(self.vectors, self.output)
 
-    @property
-    def along(self) -> Tensor:
-        """g_i . v for one vector v per head, (rows, heads, n)."""
-        return (self.g * self.vectors).sum(-1)
+@dataclass(frozen=True, eq=False)
+class _KernelSums:
+    """The sums over keys that all moments need, with the weights and with their squares, in one product each.
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """v_i^T G v_i and (g_i . v_i)^2 of one vector per token."""
-        return self.squares, self.along**2
+    Values are shifted by a common vector, which avoids cancellation; the sink, of value 0, then has the value -shift.
+    ``mean`` is sum_j P_ij v_j of the shifted values, ``about`` that of the row with its sink, ``lengths`` and
+    ``raw_lengths`` the means of v^T G v (with the mean over coordinates), ``radial`` that of (g_i . v)^2, and
+    ``unmoved`` the mean of v^T G v of the values as they are; ``square_...`` have P_ij^2 in place of P_ij.
+    """
+
+    g: Tensor
+    shift: Tensor
+    mass: Tensor
+    rest: Tensor
+    mean: Tensor
+    about: Tensor
+    lengths: Tensor
+    raw_lengths: Tensor
+    unmoved: Tensor
+    radial: Tensor
+    square_mass: Tensor
+    square_mean: Tensor
+    square_lengths: Tensor
+    square_radial: Tensor
+
+    @classmethod
+    @full_precision
+    def of(
+        cls, kernel: Tensor, value: Tensor, g: Tensor, output: Tensor, raw: Tensor, context: ReplayContext
+    ) -> _KernelSums:
+        seen = torch.ones_like(kernel[:, :1, :, 0]) if context.visible is None else context.visible[:, None].to(kernel)
+        shift = (seen.unsqueeze(-1) * value).sum(-2, keepdim=True) / seen.sum(-1)[..., None, None]
+        moved, s = value - shift, value.shape[-1]
+        lengths = _squares(moved, output)
+        raw_lengths = _squares(moved, raw) if context.centered else lengths
+        further = torch.stack([lengths, raw_lengths, _squares(value, raw)], -1)
+        sums = kernel @ torch.cat([moved, further], -1)
+        mean, means = sums[..., :s], sums[..., s:]
+        square = kernel * kernel
+        squares = square @ torch.cat([moved, lengths.unsqueeze(-1)], -1)
+        along = g @ moved.mT
+        along = along.mul_(along).mul_(kernel)  # P_ij (g_i . v_j)^2
+        mass, radial = kernel.sum(-1), along.sum(-1)
+        rest = torch.where((1 - mass).abs() <= ROW_SUM_TOLERANCE, 0.0, 1 - mass)
+        about = mean - rest.unsqueeze(-1) * shift
+        return cls(
+            g,
+            shift,
+            mass,
+            rest,
+            mean,
+            about,
+            means[..., 0],
+            means[..., 1],
+            means[..., 2],
+            radial,
+            square.sum(-1),
+            squares[..., :s],
+            squares[..., s],
+            along.mul_(kernel).sum(-1),
+        )
+
+    def sampling(self, output: Tensor, raw: Tensor | None) -> _Traces:
+        """The traces of mode A without their factor 1/2; ``raw`` are the output matrices with their mean."""
+        second = self.lengths + self.rest * _squares(self.shift, output)
+        ambient = second - _squares(self.about, output)
+        radial = self.radial + self.rest * (self.g * self.shift).sum(-1) ** 2 - (self.g * self.about).sum(-1) ** 2
+        if raw is None:
+            return _Traces(ambient - radial, ambient, second)
+        with_mean = self.raw_lengths + self.rest * _squares(self.shift, raw) - _squares(self.about, raw)
+        return _Traces(ambient - radial, with_mean, second)
 
     @full_precision
-    def ambient_mean(self, weight: Tensor) -> Tensor:
-        """sum_j weight_ij v_j^T G v_j."""
-        return torch.einsum("bhij,bhj->bhi", weight, self.squares)
+    def random(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """tr(T [sum_j P_ij^2 (v_j - mean_i)(v_j - mean_i)^T] T) for each token, with the mean over its keys; and the
+        size of its terms.
+        """
+        center = self.mean / torch.where(self.mass > 0, self.mass, 1.0).unsqueeze(-1)
+        inner, along = center @ _gram(output), (self.g * center).sum(-1)
+        own = (inner * center).sum(-1)
+        cross = (self.square_mean * inner).sum(-1) - (self.g * self.square_mean).sum(-1) * along
+        trace = self.square_lengths - self.square_radial - 2 * cross + self.square_mass * (own - along**2)
+        return trace, self.square_lengths + self.square_mass * own
 
-    @full_precision
-    def radial_mean(self, weight: Tensor) -> Tensor:
-        """sum_j weight_ij (g_i . v_j)^2."""
-        return (weight * (self.g @ self.vectors.mT) ** 2).sum(-1)
+
+@full_precision
+def _gram(output: Tensor) -> Tensor:
+    """W_O^T W_O of every head."""
+    return output.mT @ output
 
 
 @full_precision
 def _squares(vectors: Tensor, output: Tensor) -> Tensor:
-    gram = torch.einsum("hds,hdt->hst", output, output)
-    return ((vectors @ gram) * vectors).sum(-1)
-
-
-@full_precision
-def _ambient_trace(kernel: Tensor, moved: Tensor, rest: Tensor, shift: Tensor, about: Tensor, raw: Tensor) -> Tensor:
-    """tr(W_O Cov W_O^T) with the mean over coordinates, for the diffusivity as printed."""
-    second = torch.einsum("bhij,bhj->bhi", kernel, _squares(moved, raw))
-    return second + rest * _squares(shift, raw) - _squares(about, raw)
-
-
-@full_precision
-def _random_trace(
-    kernel: Tensor, moved: Tensor, mean: Tensor, mass: Tensor, g: Tensor, output: Tensor
-) -> tuple[Tensor, Tensor]:
-    """tr(T [sum_j P_ij^2 (v_j - mean_i)(v_j - mean_i)^T] T) for each token, with the mean over its keys; and the size
-    of its terms.
-    """
-    square = kernel * kernel
-    center = mean / torch.where(mass > 0, mass, 1.0).unsqueeze(-1)
-    values, middle = _Quadratic(moved, g, output), _Quadratic(center, g, output)
-    linear = square @ moved
-    gram = torch.einsum("hds,hdt->hst", output, output)
-    cross = ((linear @ gram) * center).sum(-1) - (g * linear).sum(-1) * middle.along
-    power, (own, own_along) = square.sum(-1), middle.own()
-    ambient = values.ambient_mean(square)
-    trace = ambient - values.radial_mean(square) - 2 * cross + power * (own - own_along)
-    return trace, ambient + power * own
+    """v^T W_O^T W_O v, (rows, heads, vectors)."""
+    return ((vectors @ _gram(output)) * vectors).sum(-1)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 8.0  # time of a replay of all streaming instruments, in eager forwards
+REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forwards
 
 
 def streaming_instruments() -> list[Instrument]:

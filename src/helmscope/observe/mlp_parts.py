@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
 from helmscope.fields.norms import LayerNorm, UnitNorm
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from helmscope.fields.mlp import Force
@@ -46,7 +47,8 @@ class Split:
 class Parts:
     """What an MLP does at each token: ``force``, ``harmonic`` (a part of it), ``splits`` by coordinates (empty if the
     neurons have no potential), the invariants of its ``jacobian`` in the unit-sphere coordinates, x^T J x
-    (``radial_slope``) and, where ``centered``, the trace of the part of J that acts along (1, ..., 1).
+    (``radial_slope``) and, where ``centered``, the trace of the part of J that acts along (1, ..., 1). At tokens that
+    were not sampled, all of the Jacobian but its traces is NaN.
 
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     >>> prepare_mlp(turn).at(torch.eye(2)).splits["unit_sphere"].potential
@@ -106,6 +108,7 @@ class SplitWeights:
         >>> SplitWeights.of(mlp, torch.ones(1)).potential(Neurons.of(mlp, torch.zeros(1, 2)))
         tensor([0.])
         """
+        assert values.psi is not None
         if self.partners is None:
             return (values.psi * self.first).sum(-1)
         assert values.t is not None
@@ -113,48 +116,59 @@ class SplitWeights:
         straight = self.linear * values.written * values.t / 2
         return (self.first * values.psi * values.t + self.second * values.double_psi + straight).sum(-1)
 
-    def gradient(self, values: Neurons) -> Float[Tensor, "*batch d"]:
-        """grad U at each token.
+    @cached_property
+    def along(self) -> Float[Tensor, "hidden d"]:
+        """What grad U multiplies by the values of the neurons.
 
-        >>> mlp = MLP(w_in=2 * torch.eye(2), w_out=torch.eye(2))
-        >>> SplitWeights.of(mlp, torch.ones(1)).gradient(Neurons.of(mlp, torch.zeros(1, 2)))
-        tensor([[0., 0.]])
+        >>> SplitWeights.of(MLP(w_in=2 * torch.eye(2), w_out=torch.eye(2)), torch.ones(1)).along
+        tensor([[1., 0.],
+                [0., 1.]])
         """
         along = self.first[:, None] * self.rows
+        return along if self.partners is None else along + self.linear[:, None] * self.partners
+
+    @cached_property
+    def across(self) -> Float[Tensor, "hidden d"] | None:
+        """What grad U multiplies by psi, if the neurons are gated.
+
+        >>> SplitWeights.of(MLP(w_in=2 * torch.eye(2), w_out=torch.eye(2)), torch.ones(1)).across
+        """
         if self.partners is None:
-            return linear(values.written, along)
-        along = along + self.linear[:, None] * self.partners
-        across = self.first[:, None] * self.partners + self.second[:, None] * self.rows
-        return linear(values.written, along) + linear(values.psi, across)
+            return None
+        return self.first[:, None] * self.partners + self.second[:, None] * self.rows
 
 
 @dataclass(frozen=True, eq=False)
 class Neurons:
-    """The values of the neurons at tokens: ``written``, which w_out multiplies, psi(z) and, if gated, Psi(z) and t.
-    They do not depend on the coordinates.
+    """The values of the neurons at tokens: ``written``, which w_out multiplies, their slopes in the order of
+    ``jacobian_algebra``, psi(z) and, if gated, Psi(z) and t; psi is None if there is none. They do not depend on the
+    coordinates. In float32 they have the accuracy of ``Activation.chain``.
 
     >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).written
     tensor([[0., 0.]])
     """
 
     written: Float[Tensor, "*batch hidden"]
-    psi: Float[Tensor, "*batch hidden"]
+    slopes: Float[Tensor, "*batch neurons"]
+    psi: Float[Tensor, "*batch hidden"] | None = None
     double_psi: Float[Tensor, "*batch hidden"] | None = None
     t: Float[Tensor, "*batch hidden"] | None = None
 
     @staticmethod
-    def of(mlp: MLP | GatedMLP, x: Float[Tensor, "*batch d"]) -> Neurons:
+    def of(mlp: Force, x: Float[Tensor, "*batch d"]) -> Neurons:
         """The values at tokens x. Raises HelmscopeError if the activation has no psi (gated: or Psi).
 
         >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).psi
         tensor([[0., 0.]])
         """
         if isinstance(mlp, MLP):
-            z = affine(x, mlp.w_in, mlp.b_in)
-            return Neurons(mlp.activation(z), mlp.activation.potential(z))
-        z, t = affine(x, mlp.w_gate, mlp.b_gate), affine(x, mlp.w_up, mlp.b_up)
-        psi, double_psi = mlp.activation.potential(z), mlp.activation.double_potential(z)
-        return Neurons(mlp.activation(z) * t, psi, double_psi, t)
+            slope, value, psi = mlp.activation.chain(affine(x, mlp.w_in, mlp.b_in))
+            return Neurons(value, slope, psi)
+        if isinstance(mlp, GatedMLP):
+            z, t = affine(x, mlp.w_gate, mlp.b_gate), affine(x, mlp.w_up, mlp.b_up)
+            slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
+            return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t)
+        return Neurons(mlp.neurons(x), slopes_of(mlp, x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,30 +184,80 @@ class PreparedMLP:
     algebra: JacobianAlgebra
     harmonic: Float[Tensor, " d"]
 
-    def at(self, x: Float[Tensor, "*batch d"]) -> Parts:
-        """All parts at unit vectors x.
+    def at(self, x: Float[Tensor, "*batch d"], sample: Int[Tensor, "*batch m"] | None = None) -> Parts:
+        """All parts at unit vectors x; with a ``sample``, indices of tokens, the invariants of the Jacobian beyond its
+        trace at these tokens only.
 
         >>> prepare_mlp(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).at(torch.zeros(1, 2)).harmonic
         tensor([[0., 0.]])
         """
-        slopes = slopes_of(self.mlp, x)
-        values = Neurons.of(self.mlp, x) if isinstance(self.mlp, MLP | GatedMLP) else None
-        written = self.mlp.neurons(x) if values is None else values.written
-        force = affine(written, self.mlp.w_out, self.mlp.b_out)
+        values = Neurons.of(self.mlp, x)
+        force, gradients = self._writes(values)
         splits = {}
         for name, weights in self.weights.items():
-            assert values is not None
-            gradient = weights.gradient(values)
+            gradient = gradients[name]
             splits[name] = Split(weights.potential(values), gradient, force - gradient - self.harmonic)
-        ones = self.algebra.rows.sum(-1) * self.algebra.columns.sum(0) / x.shape[-1]
+        jacobian, radial = self._jacobian(values.slopes, x, sample)
         return Parts(
-            force,
-            self.harmonic.expand_as(force),
-            splits,
-            self.algebra.invariants(slopes),
-            self.algebra.radial(slopes, x),
-            (slopes * ones).sum(-1),
+            force, self.harmonic.expand_as(force), splits, jacobian, radial, (values.slopes * self._ones).sum(-1)
         )
+
+    @cached_property
+    def _ones(self) -> Tensor:
+        """The products of these with the slopes add up to 1^T J 1 / d."""
+        return self.algebra.rows.sum(-1) * self.algebra.columns.sum(0) / len(self.algebra.columns)
+
+    @cached_property
+    def _distinct(self) -> list[SplitWeights]:
+        """The weights of the coordinates that differ."""
+        return list({id(each): each for each in self.weights.values()}.values())
+
+    @cached_property
+    def _along(self) -> Float[Tensor, "hidden k"]:
+        """What f and grad U in both coordinates multiply by the neurons, side by side."""
+        return torch.cat([self.mlp.w_out.to(self.harmonic).mT, *(each.along for each in self._distinct)], 1)
+
+    @cached_property
+    def _across(self) -> Float[Tensor, "hidden k"] | None:
+        parts = [each.across for each in self._distinct if each.across is not None]
+        return torch.cat(parts, 1) if parts else None
+
+    def _writes(self, values: Neurons) -> tuple[Tensor, dict[str, Tensor]]:
+        """f, and grad U by coordinates."""
+        force, *gradients = torch.split(linear(values.written, self._along), len(self.harmonic), -1)
+        if self._across is not None:
+            assert values.psi is not None
+            more = torch.split(linear(values.psi, self._across), len(self.harmonic), -1)
+            gradients = [gradient + own for gradient, own in zip(gradients, more, strict=True)]
+        if self.mlp.b_out is not None:
+            force = force + self.mlp.b_out.to(force)
+        order = [id(each) for each in self._distinct]
+        return force, {name: gradients[order.index(id(weights))] for name, weights in self.weights.items()}
+
+    def _jacobian(self, slopes: Tensor, x: Tensor, sample: Tensor | None) -> tuple[JacobianInvariants, Tensor]:
+        """The invariants of J and x^T J x."""
+        if sample is None:
+            return self.algebra.invariants(slopes), self.algebra.radial(slopes, x)
+        some, points = taken(slopes, sample), taken(x, sample)
+        found = self.algebra.invariants(some)
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_full(x.shape[:-1], torch.nan).scatter(-1, sample, values)
+
+        trace = (slopes * self.algebra.diagonal).sum(-1)
+        return (
+            JacobianInvariants(trace, spread(found.trace_of_square), spread(found.squared_norm)),
+            spread(self.algebra.radial(some, points)),
+        )
+
+
+def taken(values: Float[Tensor, "*batch n k"], sample: Int[Tensor, "*batch m"]) -> Float[Tensor, "*batch m k"]:
+    """The values of the tokens of a sample, given by their indices.
+
+    >>> taken(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 2])).flatten()
+    tensor([1., 3.])
+    """
+    return values.gather(-2, sample.unsqueeze(-1).expand(*sample.shape, values.shape[-1]))
 
 
 def prepare_mlp(

@@ -198,6 +198,20 @@ def token_mean(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch 
     return torch.where(weights > 0, weights * value, 0.0).sum(-1) / weights.sum(-1)
 
 
+BLOCK_NUMBERS = 2**18  # of one tensor that an instrument works on at a time
+
+
+def row_blocks(rows: int, numbers: int) -> list[slice]:
+    """Slices of consecutive systems of a chunk, with tensors of about ``BLOCK_NUMBERS`` entries if a system has
+    ``numbers``, so that the working memory of an instrument does not grow with the chunk.
+
+    >>> row_blocks(5, 2**17)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    step = max(1, BLOCK_NUMBERS // max(1, numbers))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 def check_system(system: object) -> System:
     """Returns the System; raises HelmscopeError for a Trajectory, which has no mechanism, and for anything else.
 

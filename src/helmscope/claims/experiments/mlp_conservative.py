@@ -95,7 +95,7 @@ def _described(
     own: MlpShares, recording: Recording, projected: xr.Dataset | None
 ) -> tuple[dict[str, Evidence], xr.Dataset]:
     """What is reported and not judged, and the Measurement of the split."""
-    split = recording.replay(DriftAndSwirl())["drift_and_swirl"]
+    split = recording.replay(DriftAndSwirl(tokens=None))["drift_and_swirl"]
     over = {
         "share weighted by the covariance of the tokens": own.shares("swirl_index_weighted"),
         "share on the tangent space": own.shares("swirl_index_tangent"),
