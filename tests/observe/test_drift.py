@@ -18,7 +18,9 @@ from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry import surface
+from helmscope.models.record import record
 from helmscope.observe.drift import drift_and_swirl
+from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
 DRAW = torch.Generator().manual_seed(0)
@@ -202,7 +204,7 @@ def test_no_derivative_no_swirl():
         activation=ReLU(),
     )
     seen = measured(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
-    assert seen.swirl_index.item() == 0
+    assert math.isnan(seen.swirl_index.item())
     assert seen.surface_divergence.item() == pytest.approx(-1.0)
     assert math.isnan(seen.force_stderr.item())
 
@@ -223,3 +225,15 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
     with pytest.raises(hs.HelmscopeError, match=said) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_the_speed_of_attention_before_a_layernorm_leaves_out_the_mean_over_coordinates():
+    recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=5))
+    seen = drift_and_swirl(recording).attention_speed.values[0]
+    y, after = recording.stream(depth=0), recording.stream(depth=1)
+    x = y - y.mean(-1, keepdim=True)
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    write = after - y
+    write = write - write.mean(-1, keepdim=True)
+    tangential = write - (x * write).sum(-1, keepdim=True) * x
+    assert seen == pytest.approx(torch.linalg.vector_norm(tangential, dim=-1).mean(-1).numpy(), rel=1e-10)

@@ -74,7 +74,7 @@ class DriftAndSwirl(Instrument):
     by their weights.
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic`` |f - grad U - R|, which is b_out
-    with the constant neurons; ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0), ``trace`` tr Df and
+    with the constant neurons; ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0), ``trace`` tr Df and
     ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in) and norm_output (not
     folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_C`` |grad U|, ``swirl_C`` |R|, and
     ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system, which is not a fraction: it
@@ -135,6 +135,7 @@ class DriftAndSwirl(Instrument):
         """Records the speed of the write of attention."""
         assert tensors.write is not None
         x, write = tensors.direction, tensors.write
+        write = write - write.mean(-1, keepdim=True) if context.centered else write
         speed = torch.linalg.vector_norm(write - (x * write).sum(-1, keepdim=True) * x, dim=-1)
         speed = speed if context.step is None else speed / context.step
         self.keep(context, {"attention_speed": token_mean(speed, token_weights(tensors.state, context.weights))})
@@ -163,7 +164,7 @@ class DriftAndSwirl(Instrument):
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()
         means = {name: token_mean(value, weights) for name, value in tokens.items()}
-        means["swirl_index"] = token_mean(tokens["swirl_index"], evaluated)
+        means["swirl_index"] = _mean_where_defined(tokens["swirl_index"], weights)
         apart = _flat_divergence(parts, tokens["radial_force"], x.shape[-1], centered)
         means["surface_divergence"] = token_mean(apart, weights) - token_mean(parts.radial_slope, evaluated)
         for name in parts.splits:
@@ -185,7 +186,7 @@ class DriftAndSwirl(Instrument):
             both = weights * routed
             for name, value in token_quantities(own, x, centered=centered).items():
                 column = columns.setdefault(f"expert_{name}", x.new_full((len(x), count), torch.nan))
-                column[:, expert] = token_mean(value, both)
+                column[:, expert] = (_mean_where_defined if name == "swirl_index" else token_mean)(value, both)
         self.keep(context, columns, axes=("expert",))
 
     def result(self) -> xr.Dataset:
@@ -235,9 +236,14 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
         **{f"potential_{name}": split.potential for name, split in parts.splits.items()},
         "radial_force": inner,
         "trace": parts.jacobian.trace,
-        "swirl_index": torch.where(parts.jacobian.squared_norm == 0, 0.0, parts.jacobian.antisymmetric_share),
+        "swirl_index": parts.jacobian.antisymmetric_share,
         "surface_divergence": _flat_divergence(parts, inner, x.shape[-1], centered) - parts.radial_slope,
     }
+
+
+def _mean_where_defined(values: Tensor, weights: Tensor) -> Tensor:
+    """The mean over tokens at which the value is a number; NaN if it is one at none."""
+    return token_mean(values, weights * ~values.isnan())
 
 
 def _flat_divergence(parts: Parts, inner: Tensor, dim: int, centered: bool) -> Tensor:
