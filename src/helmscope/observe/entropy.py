@@ -207,7 +207,7 @@ class CommonRange:
 
         >>> from helmscope.types import Trajectory
         >>> common = CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)))
-        >>> common.pseudo_values(0, lambda moments: moments.mass)
+        >>> common.pseudo_values(0, lambda moments: 2 * torch.ones_like(moments.mass))  # of a constant
         tensor([2., 2.], dtype=torch.float64)
         """
         if k in self.undefined:
@@ -268,7 +268,7 @@ def entropy_along_depth(
     >>> from helmscope import record
     >>> measured = entropy_along_depth(record("A", ["Once upon a time there was a cat", "The dog ran home to eat"]))
     >>> measured.matrix_entropy.dims, measured.attrs["rank"], bool(measured.gaussian_entropy.isnull().all())
-    (('depth', 'prompt'), 12, True)
+    (('depth', 'prompt'), 191, True)
     """
     path = sphere_and_ids(source, None)[0]
     path = check_finite(path if first_token else without_first_token(path))

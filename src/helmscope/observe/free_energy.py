@@ -91,7 +91,12 @@ PREDICTIONS = ("predicted", "gaussian_predicted")
 
 @shows_progress("free energy")
 def free_energy_along_depth(
-    system: System, *, tokens: int | None = TOKENS, first_token: bool = False, progress: ProgressOption = None
+    system: System,
+    *,
+    tokens: int | None = TOKENS,
+    first_token: bool = False,
+    predict: bool = True,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Delta F = -nu Delta H - E[Delta U] / r of every half-step over (depth, prompt), with nu and U of its block,
     beside the changes of entropy and free energy that nu and U predict.
@@ -100,7 +105,8 @@ def free_energy_along_depth(
     (cumulated), their predicted curves and ``free_energy_as_printed`` belong to the state. All values are jackknife
     pseudo-values over prompts, whose mean is the statistic of all tokens (``entropy_along_depth``). Means of U and of
     the drift are over ``tokens`` of each prompt, evenly spaced (all if None); the entropy is that of all tokens,
-    without the first unless ``first_token``. NaN where the entropy is undefined (attribute ``undefined``).
+    without the first unless ``first_token``. NaN where the entropy is undefined (attribute ``undefined``). Without
+    ``predict`` predictions are left out.
 
     A simulation must be a flow on the sphere under an MLP alone, with isotropic noise, whose nu is then that of the
     noise. Raises HelmscopeError, as ``free_energy_refusal`` says, for other systems and for fewer than two prompts.
@@ -125,7 +131,7 @@ def free_energy_along_depth(
     report(0.3)
     columns, steps = [], list(_steps(system))
     for k, step in enumerate(steps):
-        columns.append(step_changes(sampled, step))
+        columns.append(step_changes(sampled, step, predict=predict))
         report(0.3 + 0.7 * (k + 1) / (len(steps) + 1))
     return _as_measurement(sampled, columns, steps)
 
@@ -137,7 +143,8 @@ def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], ste
     values = {name: torch.cat([undefined, pseudo_values([column[name] for column in columns])]) for name in columns[0]}
     values["entropy"] = pseudo_values([tokens.entropy(k) for k in range(len(path.states))])
     values["free_energy"] = _cumulated(values["free_energy_change"])
-    for kind in PREDICTIONS:
+    kinds = [kind for kind in PREDICTIONS if f"{kind}_entropy_change" in values]
+    for kind in kinds:
         values[f"{kind}_entropy"] = values["entropy"][0] + _cumulated(values[f"{kind}_entropy_change"])
         values[f"{kind}_free_energy"] = _cumulated(values[f"{kind}_free_energy_change"])
     reading = [*(step.layer for step in steps), steps[-1].layer]
@@ -151,7 +158,7 @@ def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], ste
         f"{kind}_{name}_misfit": misfit(
             mean_change(values[f"{name}_change"]), mean_change(values[f"{kind}_{name}_change"])
         )
-        for kind in PREDICTIONS
+        for kind in kinds
         for name in ("entropy", "free_energy")
     }
     return with_halves(measurement, system).assign_attrs(

@@ -153,23 +153,29 @@ def _rates(tokens: SampledTokens, k: int, step: Step) -> tuple[Tensor, Tensor, T
     return entropy, gaussian, potential
 
 
-def step_changes(tokens: SampledTokens, step: Step) -> dict[str, Float[Tensor, " one_and_prompts"]]:
-    """What a step does to entropy and free energy, measured and predicted; see ``free_energy``."""
+def step_changes(
+    tokens: SampledTokens, step: Step, *, predict: bool = True
+) -> dict[str, Float[Tensor, " one_and_prompts"]]:
+    """What a step does to entropy and free energy, measured and, if ``predict``, predicted; see ``free_energy``."""
     k, nu = step.before, tokens.nu(step.layer)
     entropy = tokens.entropy(k + 1) - tokens.entropy(k)
     potential = tokens.potential(k + 1, step.layer) - tokens.potential(k, step.layer)
-    ends = [_rates(tokens, end, step) for end in ((k, k + 1) if step.averaged else (k,))]
-    grown, gaussian, lifted = (step.time * torch.stack(each).mean(0) for each in zip(*ends, strict=True))
-    return {
+    measured = {
         "free_energy_change": -nu * entropy - potential,
         "entropy_term": -nu * entropy,
         "potential_term": -potential,
         "entropy_change": entropy,
+        "nu": nu,
+    }
+    if not predict:
+        return measured
+    ends = [_rates(tokens, end, step) for end in ((k, k + 1) if step.averaged else (k,))]
+    grown, gaussian, lifted = (step.time * torch.stack(each).mean(0) for each in zip(*ends, strict=True))
+    return measured | {
         "predicted_free_energy_change": -nu * grown - lifted,
         "predicted_entropy_change": grown,
         "gaussian_predicted_free_energy_change": -nu * gaussian - lifted,
         "gaussian_predicted_entropy_change": gaussian,
-        "nu": nu,
     }
 
 
