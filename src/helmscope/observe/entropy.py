@@ -44,7 +44,7 @@ from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.pooled import RANK_TOLERANCE, CloudMoments, PooledMoments
 from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_integer, check_progress
+from helmscope.types import HelmscopeError, check_integer, check_progress, pluralized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,11 +139,12 @@ def matrix_entropy(
     return _matrix_entropy(moments_of(x, weights), centered=centered)
 
 
+def _second_moment(moments: CloudMoments) -> Tensor:
+    return moments.covariance + moments.mean.unsqueeze(-1) * moments.mean.unsqueeze(-2)
+
+
 def _matrix_entropy(moments: CloudMoments, *, centered: bool) -> Tensor:
-    values = moments.eigenvalues
-    if not centered:
-        outer = moments.mean.unsqueeze(-1) * moments.mean.unsqueeze(-2)
-        values = torch.linalg.eigvalsh(moments.covariance + outer).clamp(min=0)
+    values = moments.eigenvalues if centered else torch.linalg.eigvalsh(_second_moment(moments)).clamp(min=0)
     shares = values / values.sum(-1, keepdim=True)
     found: Tensor = -torch.special.xlogy(shares, shares).sum(-1)
     return found
@@ -151,16 +152,16 @@ def _matrix_entropy(moments: CloudMoments, *, centered: bool) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CommonRange:
-    """The cloud of all tokens of all prompts at every depth, in coordinates of the space that they all span.
+    """The cloud of all tokens of all prompts at every depth, in coordinates of the linear space that they all span.
 
     ``basis`` (d, D) is orthonormal; D is below d where norms remove the mean, or tokens are few. ``undefined`` are the
-    numbers of the depths at which the cloud, or the cloud without one prompt, spans less: there its Gaussian entropy is
-    not that of a density on this space.
+    numbers of the depths at which the covariance, or that without one prompt, has a rank below D: there the Gaussian
+    entropy is not that of a density on this space.
 
     >>> from helmscope.types import Trajectory
-    >>> states = torch.eye(3, dtype=torch.float64)[:2].expand(1, 4, 2, 3)
-    >>> CommonRange.of(Trajectory(torch.zeros(1), states)).basis.shape  # differences along (1, -1, 0)
-    torch.Size([3, 1])
+    >>> states = torch.eye(3)[[0, 1, 0, 1]] * torch.tensor([1.0, 1.0, -1.0, -1.0])[:, None]
+    >>> CommonRange.of(Trajectory(torch.zeros(1), states.expand(1, 4, 4, 3))).basis.shape
+    torch.Size([3, 2])
     """
 
     path: Trajectory
@@ -174,12 +175,12 @@ class CommonRange:
         """That of a trajectory of unit vectors; raises HelmscopeError for fewer than two prompts.
 
         >>> from helmscope.types import Trajectory
-        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined
-        ()
+        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined  # on a line
+        (0,)
         """
         flat = [PooledMoments.of(*_cloud(path, k)) for k in range(len(path.states))]
-        values, vectors = torch.linalg.eigh(torch.stack([each.whole.covariance for each in flat]).sum(0))
-        basis = vectors[:, values > RANK_TOLERANCE * values[-1].clamp(min=torch.finfo(values.dtype).tiny)]
+        values, vectors = torch.linalg.eigh(torch.stack([_second_moment(each.whole) for each in flat]).sum(0))
+        basis = vectors[:, values > RANK_TOLERANCE * values[-1]]
         moments = tuple(_projected(each, basis) for each in flat)
         undefined = tuple(
             k
@@ -207,8 +208,8 @@ class CommonRange:
 
         >>> from helmscope.types import Trajectory
         >>> common = CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)))
-        >>> common.pseudo_values(0, lambda moments: 2 * torch.ones_like(moments.mass))  # of a constant
-        tensor([2., 2.], dtype=torch.float64)
+        >>> common.pseudo_values(0, lambda moments: moments.gaussian_entropy)
+        tensor([nan, nan], dtype=torch.float64)
         """
         if k in self.undefined:
             return torch.full_like(self.moments[k].mass, torch.nan)
@@ -219,15 +220,15 @@ class CommonRange:
         """Where and why the Gaussian entropy is undefined, in a sentence; "none" if nowhere.
 
         >>> from helmscope.types import Trajectory
-        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined_text
-        'none'
+        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined_text[:14]
+        'NaN at time 0:'
         """
         if not self.undefined:
             return "none"
         depths = ", ".join(f"{float(self.path.times[k]):g}" for k in self.undefined)
         return (
-            f"NaN at {self.path.axis} {depths}: there the tokens, or those without one {self.path.replicate}, span "
-            f"fewer than the {self.rank} dimensions that they span over all of it"
+            f"NaN at {self.path.axis} {depths}: there the covariance of the tokens, or of those without one "
+            f"{self.path.replicate}, has a rank below the {self.rank} dimensions that they span over all of it"
         )
 
 
@@ -246,7 +247,7 @@ def entropy_along_depth(
     source: Trajectory | System,
     *,
     first_token: bool = False,
-    dimensions: int = DIMENSIONS,
+    dimensions: int | None = None,
     neighbors: int = NEIGHBORS,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -254,16 +255,17 @@ def entropy_along_depth(
 
     The values are jackknife pseudo-values: their mean over prompts is the statistic of all tokens, corrected for its
     bias of order 1/N, and their interval is that of the jackknife (``PooledMoments``). ``gaussian_entropy``,
-    ``fisher_information`` (tr C^-1), ``surface_fisher_information``, ``matrix_entropy`` (second moment about 0),
-    ``centered_matrix_entropy`` (covariance) and ``neighbor_entropy``, that of the ``dimensions`` first principal axes
-    of all tokens at that depth (attribute ``principal_axes``), from the distance to the ``neighbors``-th neighbor, with
-    the projection fixed in the jackknife; ``copies`` are tokens that it leaves out.
+    ``fisher_information`` (tr C^-1), ``surface_fisher_information``, ``matrix_entropy`` (second moment about 0) and
+    ``centered_matrix_entropy`` (covariance). ``neighbor_entropy`` is that of the ``dimensions`` first principal axes of
+    all tokens at that depth (4, or on a sphere of fewer dimensions as many as it has), from the distance to the
+    ``neighbors``-th neighbor, with the projection fixed in the jackknife; ``copies`` are tokens that it leaves out.
 
     The Gaussian quantities are taken in the space that the tokens of all depths span, of dimension ``rank`` (an
-    attribute, and that at each depth a coordinate): NaN at depths where the cloud spans less, or would without one of
-    the prompts, as the attribute ``undefined`` says. Unit vectors of a Recording are those of ``on_sphere``. The first
-    token is left out unless ``first_token``. Raises HelmscopeError for fewer than two prompts, for states that are not
-    finite, and for more than 8 principal axes.
+    attribute; the rank of the covariance at each depth is a coordinate): NaN at depths where the covariance has a lower
+    rank, or would have without one of the prompts, as the attribute ``undefined`` says. Unit vectors of a Recording are
+    those of ``on_sphere``. The first token is left out unless ``first_token``. Nearest neighbors need equal weights, or
+    0: otherwise NaN. Raises HelmscopeError for fewer than two prompts, for states that are not finite, and for more
+    than 8 principal axes.
 
     >>> from helmscope import record
     >>> measured = entropy_along_depth(record("A", ["Once upon a time there was a cat", "The dog ran home to eat"]))
@@ -272,7 +274,8 @@ def entropy_along_depth(
     """
     path = sphere_and_ids(source, None)[0]
     path = check_finite(path if first_token else without_first_token(path))
-    dimensions = check_dimensions(dimensions, path.states.shape[-1])
+    d = path.states.shape[-1]
+    dimensions = max(1, min(DIMENSIONS, d - 1)) if dimensions is None else check_dimensions(dimensions, d)
     neighbors, report = check_integer("neighbors", neighbors, at_least=1), check_progress(progress)
     common, columns = CommonRange.of(path), []
     for k in range(len(path.states)):
@@ -307,16 +310,40 @@ def _at_depth(common: CommonRange, k: int) -> dict[str, Tensor]:
 
 
 def _by_neighbors(path: Trajectory, k: int, dimensions: int, neighbors: int) -> dict[str, Tensor]:
-    """The pseudo-values of the nearest-neighbor entropy at the depth number k, NaN for too few tokens."""
+    """The pseudo-values of the nearest-neighbor entropy at the depth number k, NaN for too few tokens and for
+    weights that differ.
+    """
     x, weights = _cloud(path, k)
-    prompts = len(x)
-    counted = equal_weights(weights.flatten())
+    prompts, counted = len(x), weights.flatten() > 0
     group = torch.arange(prompts, device=x.device).repeat_interleave(x.shape[1])[counted]
     points = principal_projection(x.flatten(0, 1)[counted], dimensions)
     kept = distinct(points)
     copies = torch.zeros(prompts, dtype=points.dtype, device=x.device).index_add(0, group, (~kept).to(points))
     try:
+        equal_weights(weights.flatten())
         found = NeighborDistances.of(points[kept], neighbors).pseudo_values(group[kept], prompts)
-    except HelmscopeError:  # too few distinct tokens
+    except HelmscopeError:  # too few distinct tokens, or masses that differ
         found = torch.full_like(copies, torch.nan)
     return {"neighbor_entropy": found, "copies": copies}
+
+
+def entropy_refusal(system: System) -> str | None:
+    """Why a system has no entropy of all its prompts, in one sentence; None if it has one.
+
+    >>> from helmscope import record
+    >>> entropy_refusal(record("A", ["Once upon a time"]))
+    'system has 1 prompt, but entropy_along_depth needs at least 2: it is that of all their tokens'
+    """
+    count = system.trajectory.states.shape[1]
+    if count < 2:
+        what = pluralized(count, system.replicate)
+        return f"system has {what}, but entropy_along_depth needs at least 2: it is that of all their tokens"
+    counted = without_first_token(system.trajectory).weights
+    assert counted is not None
+    empty = (counted > 0).sum(-1).amin(0) == 0
+    if bool(empty.any()):
+        number = int(empty.nonzero()[0])
+        return (
+            f"{system.replicate} {number} has no token that counts besides the first, but entropy_along_depth needs one"
+        )
+    return None

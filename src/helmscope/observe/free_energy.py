@@ -48,7 +48,7 @@ from helmscope.fields.noise import IsotropicNoise
 from helmscope.models.recording import Recording
 from helmscope.observe.attention_noise import AttentionNoise
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
-from helmscope.observe.entropy import CommonRange
+from helmscope.observe.entropy import CommonRange, entropy_refusal
 from helmscope.observe.free_energy_steps import SampledTokens, Step, pseudo_values, step_changes
 from helmscope.observe.map_entropy import TOKENS, block_refusal
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
@@ -235,20 +235,21 @@ def free_energy_refusal(system: System) -> str | None:
     >>> free_energy_refusal(record("A", ["Once upon a time", "The cat sat"])) is None
     True
     """
-    if system.trajectory.states.shape[1] < 2:
-        return f"system has 1 {system.replicate}, but free_energy needs at least 2: it is that of all their tokens"
+    refused = entropy_refusal(system)
+    if refused is not None:
+        return refused.replace("entropy_along_depth", "free_energy_along_depth")
     if isinstance(system, Recording):
         if system.anatomy.depths.steps != 2:
-            return "system has cross-attention, but free_energy needs blocks of attention and an MLP alone"
-        return block_refusal(system, "free_energy") or system.refusal(AttentionNoise())
+            return "system has cross-attention, but free_energy_along_depth needs blocks of attention and an MLP alone"
+        return block_refusal(system, "free_energy_along_depth") or system.refusal(AttentionNoise())
     if not isinstance(system, Simulation) or not isinstance(system.field, MLP | GatedMLP):
         field = type_with_article(getattr(system, "field", system))
-        return f"system has {field} as its field, but free_energy of a simulation needs an MLP alone"
+        return f"system has {field} as its field, but free_energy_along_depth of a simulation needs an MLP alone"
     if system.field.space is not StateSpace.SPHERE or isinstance(system.problem.stepper, Layer):
-        return "system takes layers, but free_energy of a simulation needs a flow on the sphere"
+        return "system takes layers, but free_energy_along_depth of a simulation needs a flow on the sphere"
     if system.problem.noise is not None and not isinstance(system.problem.noise, IsotropicNoise):
         noise = type_with_article(system.problem.noise)
-        return f"system has {noise}, but free_energy of a simulation needs IsotropicNoise, or none"
+        return f"system has {noise}, but free_energy_along_depth of a simulation needs IsotropicNoise, or none"
     if len(system.trajectory.times) < 2:
-        return "system has one stored time, but free_energy of a simulation needs at least 2"
+        return "system has one stored time, but free_energy_along_depth of a simulation needs at least 2"
     return None

@@ -97,7 +97,6 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
         evidence={"rise": rise, "fall": fall},
         controls=controls,
         described=_described(twins),
-        printed=rise if own.rise.mean() < own.fall.mean() else fall,
         data=curve(
             "entropy",
             own.test.T,
@@ -169,14 +168,14 @@ def _described(twins: list[EntropyCurve]) -> dict[str, Evidence]:
 def _remark(own: EntropyCurve, path: Trajectory, twins: list[EntropyCurve], premise: str) -> str:
     means = own.test.mean(-1)
     depth, least = float(path.times[own.chosen]), int(means[: own.chosen + 1].argmin())
-    dip = ""
+    dip, depths = "", ", ".join(f"{float(path.times[each.chosen]):g}" for each in twins)
     if 0 < least < own.chosen:
         dip = (
-            f" Before that it falls to {means[least]:.1f} at depth {float(path.times[least]):g}: the two differences do "
-            "not say that it rises all the way."
+            f" Before that it falls to {means[least]:.1f} at depth {float(path.times[least]):g}: the two differences "
+            "do not say that it rises all the way."
         )
     return (
         f"On the selection half the entropy is largest at depth {depth:g} of {float(path.times[-1]):g}. On the test "
         f"half it is {means[0]:.1f} nats at the first depth, {means[own.chosen]:.1f} there and {means[-1]:.1f} at the "
-        f"last.{dip} In untrained twins it is largest at depth {', '.join(f'{float(path.times[each.chosen]):g}' for each in twins)}. {premise}"
+        f"last.{dip} In untrained twins it is largest at depth {depths}. {premise}"
     ).strip()
