@@ -26,13 +26,17 @@ def normal(*shape: int) -> torch.Tensor:
 def linear(matrix: torch.Tensor) -> hs.MLP:
     """f(x) = (A - I) x, so that T(x) = N(A x) at radius 1."""
     d = len(matrix)
-    return hs.MLP(w_in=torch.eye(d, dtype=F64), w_out=matrix - torch.eye(d, dtype=F64), activation=hs.activations.Identity())
+    return hs.MLP(
+        w_in=torch.eye(d, dtype=F64), w_out=matrix - torch.eye(d, dtype=F64), activation=hs.activations.Identity()
+    )
 
 
 def force(d: int, *, gated: bool) -> hs.MLP | hs.GatedMLP:
     rows = {"w_out": 0.3 * normal(d, 9), "b_out": 0.1 * normal(d)}
     if gated:
-        return hs.GatedMLP(w_gate=normal(9, d), w_up=normal(9, d), b_gate=normal(9), activation=hs.activations.SiLU(), **rows)
+        return hs.GatedMLP(
+            w_gate=normal(9, d), w_up=normal(9, d), b_gate=normal(9), activation=hs.activations.SiLU(), **rows
+        )
     return hs.MLP(w_in=normal(9, d), b_in=normal(9), activation=hs.activations.GELU(), **rows)
 
 
@@ -182,7 +186,11 @@ def test_layers_of_a_simulation_are_measured_token_by_token() -> None:
 def test_singular_maps_are_counted_and_named() -> None:
     collapse = torch.zeros(4, 4, dtype=F64)
     collapse[0] = 1.0
-    mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=2 * (collapse - torch.eye(4, dtype=F64)), activation=hs.activations.Identity())
+    mlp = hs.MLP(
+        w_in=torch.eye(4, dtype=F64),
+        w_out=2 * (collapse - torch.eye(4, dtype=F64)),
+        activation=hs.activations.Identity(),
+    )
     measured = map_entropy(layers(mlp), tokens=2)
     assert float(measured.singular.sum()) == 3 * 3 * 2
     assert bool(measured.entropy_change.isnull().all())
@@ -241,8 +249,8 @@ def test_a_model_under_layer_norm_is_differentiated_by_its_own_modules() -> None
 
 def test_edited_writes_parallel_and_post_norm_blocks_are_refused() -> None:
     recording = hs.record(gpt2(), ROWS)
-    doubled = recording.under(hs.Edit(hs.Site.MLP_WRITE, lambda value, context: 2 * value))
-    with pytest.raises(hs.HelmscopeError, match="prompt 0 in layer 0 by another map than"):
+    doubled = recording.under(hs.Edit(hs.Site.MLP, None, lambda value: 2 * value))
+    with pytest.raises(hs.HelmscopeError, match="of prompt 1 in layer 0 by another map than"):
         map_entropy(doubled)
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     parallel = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes, max_position_embeddings=16)).eval()

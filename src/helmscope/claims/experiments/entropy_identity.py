@@ -227,7 +227,7 @@ def _remark(exact: np.ndarray, predicted: np.ndarray, premise: str) -> str:
     first, second = exact.mean(0), predicted.mean(0)
     worst = int(np.abs(first - second).argmax())
     return (
-        f"The exact change of a half-step runs from {first.min():.1f} to {first.max():.1f} nats, its first order from "
-        f"{second.min():.1f} to {second.max():.1f}; they differ most in layer {worst}, {first[worst]:.1f} against "
-        f"{second[worst]:.1f}. {premise}"
+        f"The exact change of a half-step runs from {first.min():.3g} to {first.max():.3g} nats, its first order from "
+        f"{second.min():.3g} to {second.max():.3g}; they differ most in layer {worst}, {first[worst]:.3g} against "
+        f"{second[worst]:.3g}. {premise}"
     ).strip()
