@@ -17,8 +17,8 @@ from helmscope.claims.trial import Trial, try_claim
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling, Trajectory
 
-S, R, I, P = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.IMPOSSIBLE
-D, LAYERS, HIDDEN = 16, 4, 64
+S, R, UNDECIDED, P = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.IMPOSSIBLE
+D, LAYERS = 16, 4
 ROWS = [[(7 * k + 3 * i * (k + 1)) % 60 for i in range(12)] for k in range(40)]
 AXIS = torch.zeros(D)
 AXIS[:2] = torch.tensor([0.5, -0.5]).mul(2**0.5)  # of mean 0, which LayerNorm keeps
@@ -120,7 +120,7 @@ def pulled(kind: str) -> GPT2LMHeadModel:
     return net
 
 
-@pytest.mark.parametrize(("kind", "ruling"), [("uphill", S), ("against", R), ("silent", I)])
+@pytest.mark.parametrize(("kind", "ruling"), [("uphill", S), ("against", R), ("silent", UNDECIDED)])
 def test_tokens_that_climb_the_potential_lose_free_energy(kind: str, ruling: Ruling) -> None:
     verdict = tried("free-energy-descends", kind).verdict
     assert verdict.ruling is ruling, verdict.sentence
@@ -160,7 +160,8 @@ def shifted(kind: str) -> GPT2LMHeadModel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ruling"), [("spread, then gathered", S), ("gathered, then spread", I), ("gathered", I), ("silent", P)]
+    ("kind", "ruling"),
+    [("spread, then gathered", S), ("gathered, then spread", UNDECIDED), ("gathered", UNDECIDED), ("silent", P)],
 )
 def test_a_cloud_that_spreads_and_gathers_is_found(kind: str, ruling: Ruling) -> None:
     verdict = tried("diffuse-then-compress", kind).verdict
@@ -205,7 +206,7 @@ def test_planted_clouds_shrink_and_grow() -> None:
 def test_too_few_texts_decide_nothing(claim: str) -> None:
     with Subject(plain(), ROWS[:31]) as subject:
         verdict = try_claim(claim, quick=True, subject=subject).verdict
-    assert verdict.ruling is I
+    assert verdict.ruling is UNDECIDED
     assert "needs 32 different texts" in verdict.sentence
 
 
@@ -228,5 +229,5 @@ def test_fewer_tokens_than_dimensions_have_no_entropy(claim: str) -> None:
     rows = [[k, (7 * k + 1) % 60, (11 * k + 5) % 60] for k in range(40)]
     with Subject(net, rows) as subject:
         verdict = try_claim(claim, quick=True, subject=subject).verdict
-    assert verdict.ruling is I
+    assert verdict.ruling is UNDECIDED
     assert "has a rank below the 95 dimensions" in verdict.sentence

@@ -206,7 +206,7 @@ def test_what_is_not_a_map_of_one_token_is_refused() -> None:
     with pytest.raises(hs.HelmscopeError, match="has no MLP"):
         map_entropy(hs.integrate(hs.SA(1.0), x, times=[0.0, 1.0], stepper=hs.Layer()))
     sparse = hs.integrate(mlp, x, times=[0.0, 2.0], stepper=hs.Layer(1.0))
-    with pytest.raises(hs.HelmscopeError, match="system 0 in layer 0 by another map .* stored one by one"):
+    with pytest.raises(hs.HelmscopeError, match=r"system 0 in layer 0 by another map .* stored one by one"):
         map_entropy(sparse)
     with pytest.raises(hs.HelmscopeError, match="tokens is 0"):
         map_entropy(layers(mlp), tokens=0)

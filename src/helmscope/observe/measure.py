@@ -104,14 +104,14 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
-        FurtherMeasurement("free_energy_along_depth", _free_energy, (10, 14), free_energy_refusal),
+        FurtherMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_refusal),
         FurtherMeasurement(
             "entropy_along_depth",
             lambda system, quick, seed, progress: entropy_along_depth(system, progress=progress),
-            (20, 18),
+            (16, 14),
             entropy_refusal,
         ),
-        FurtherMeasurement("map_entropy", _map_entropy, (36, 20), map_refusal),
+        FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
