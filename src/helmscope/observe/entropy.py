@@ -237,6 +237,7 @@ def _cloud(path: Trajectory, k: int) -> tuple[Tensor, Tensor]:
     return retract(path.states[k].double()), token_weights_at(path, k)
 
 
+@full_precision
 def _projected(moments: PooledMoments, basis: Tensor) -> PooledMoments:
     first, center = moments.first @ basis, moments.center @ basis
     return PooledMoments(moments.mass, first, basis.mT @ moments.second @ basis, center)

@@ -16,7 +16,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import AT_REST, StepSizes, silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
 from helmscope.observe.entropy import CommonRange
-from helmscope.observe.pairs import sphere_and_ids, without_first_token
+from helmscope.observe.pairs import without_first_token
 from helmscope.stats.replicates import halves
 from helmscope.types import Trajectory
 
@@ -63,7 +63,7 @@ class EntropyCurve:
         return np.asarray(self.test[self.chosen] - self.test[-1])
 
 
-@experiment("diffuse-then-compress", seconds={"model": 20})
+@experiment("diffuse-then-compress", seconds={"model": 43})
 def diffuse_then_compress(case: TrialCase) -> Finding:
     """The depth of the largest Gaussian entropy of all tokens is chosen on half of the prompts; on the other half the
     entropy there is compared with that at the first and at the last depth, each one-sided at the level of the entry.
@@ -113,7 +113,7 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
 
 def _path(recording: Recording) -> Trajectory:
     """The unit vectors of a recording, without the first token."""
-    return without_first_token(sphere_and_ids(recording, None)[0])
+    return without_first_token(recording.on_sphere)
 
 
 def _entropies(path: Trajectory, rows: np.ndarray) -> tuple[np.ndarray, str]:

@@ -68,7 +68,7 @@ class Rates(NamedTuple):
         return slopes
 
 
-@experiment("entropy-identity", seconds={"simulation": 8, "model": 60})
+@experiment("entropy-identity", seconds={"simulation": 8, "model": 42})
 def entropy_identity(case: TrialCase) -> Finding:
     """The identity of the forward equation in simulation; on a model, its first order against the exact change of
     entropy of every MLP half-step.
@@ -85,7 +85,8 @@ def _simulated(case: TrialCase) -> Finding:
     Stratonovich noise half of it. The slope is that of predicted on exact rates over groups of 32 cases.
     """
     grid = CircleGrid(degree=DEGREE)
-    settings = random_settings(case, GROUP * case.count(2 * GROUP, quick=GROUP))
+    least = -(-case.constant("inputs") // GROUP)  # groups that hold as many cases as an identity needs
+    settings = random_settings(case, GROUP * case.count(2 * least, quick=least))
     rates = {name: entropy_rates(settings, grid, process) for name, process in PROCESSES.items()}
     cases = f"groups of {GROUP} cases"
     return Finding(
