@@ -24,7 +24,8 @@ from support.children import run_python
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift", "elliptic"),
+    *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift"),
+    *("diffuse-then-compress", "elliptic"),
     *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
     *("generator", "heads-average", "histogram-width", "jko-step", "kuramoto", "low-coherence", "mean-field-limit"),
     *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),

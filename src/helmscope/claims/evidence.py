@@ -64,7 +64,7 @@ class Replicates:
     """One value per replicate, with the confidence interval of their mean: Student's, or bootstrap-t if ``skewed``.
 
     ``of`` names what the replicates are: seeds, starts or prompts, never the tokens of one prompt. The mean is taken on
-    ``scale``.
+    ``scale``. A region with one bound that is tested one-sided at a level takes the ``confidence`` 1 - 2 level.
 
     >>> Replicates([1.1, 0.9, 1.0], of="starts").weigh(Region(text="above 0", above=0.0)).ruling.value
     'supported'
@@ -74,13 +74,17 @@ class Replicates:
     of: str = "seeds"
     scale: Scale = PLAIN
     skewed: bool = False
+    confidence: float = 0.95
 
     def weigh(self, region: Region) -> Assessment:
         """Supported if the whole interval is inside the region, refuted if all of it is outside, else inconclusive; a
         region without bounds gets the ruling *described*.
         """
-        interval = (bootstrap_t if self.skewed else mean_interval)(self.values, scale=self.scale)
-        return _assess(interval, region, f"from {interval.n:,} {self.of}", self.scale)
+        interval = (bootstrap_t if self.skewed else mean_interval)(
+            self.values, scale=self.scale, confidence=self.confidence
+        )
+        level = "" if self.confidence == 0.95 else f", {100 * self.confidence:g} % interval"
+        return _assess(interval, region, f"from {interval.n:,} {self.of}{level}", self.scale)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,9 @@ MEASUREMENTS = (
     "attention_noise_spectrum",
     "attention_divergence",
     "mlp_jacobian",
+    "free_energy_along_depth",
+    "entropy_along_depth",
+    "map_entropy",
     "depth_flow",
     "mlp_projection",
 )

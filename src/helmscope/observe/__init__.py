@@ -53,8 +53,15 @@ if TYPE_CHECKING:
     from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
     from helmscope.observe.energy import interaction_energy_sum as interaction_energy_sum
     from helmscope.observe.energy import log_interaction_energy as log_interaction_energy
+    from helmscope.observe.entropy import CommonRange as CommonRange
+    from helmscope.observe.entropy import entropy_along_depth as entropy_along_depth
+    from helmscope.observe.entropy import gaussian_entropy as gaussian_entropy
+    from helmscope.observe.entropy import gaussian_fisher_information as gaussian_fisher_information
+    from helmscope.observe.entropy import matrix_entropy as matrix_entropy
     from helmscope.observe.equilibria import Equilibria as Equilibria
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
+    from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
+    from helmscope.observe.free_energy import free_energy_refusal as free_energy_refusal
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
     from helmscope.observe.generator import sphere_generator as sphere_generator
@@ -85,6 +92,9 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import loss_under_edits as loss_under_edits
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.loss import token_loss as token_loss
+    from helmscope.observe.map_entropy import map_entropy as map_entropy
+    from helmscope.observe.map_entropy import map_refusal as map_refusal
+    from helmscope.observe.map_entropy import sphere_map as sphere_map
     from helmscope.observe.measure import FurtherMeasurement as FurtherMeasurement
     from helmscope.observe.measure import further_measurements as further_measurements
     from helmscope.observe.measure import measure as measure
@@ -105,6 +115,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound
+    from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet

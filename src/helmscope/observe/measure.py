@@ -18,8 +18,11 @@ from helmscope.observe.context_noise import context_noise, context_refusal, own_
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
+from helmscope.observe.entropy import entropy_along_depth, entropy_refusal
+from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
 from helmscope.observe.frozen_token import refusal_of_flow
 from helmscope.observe.kernel import KernelStatistics
+from helmscope.observe.map_entropy import map_entropy, map_refusal
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
@@ -101,6 +104,14 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
+        FurtherMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_refusal),
+        FurtherMeasurement(
+            "entropy_along_depth",
+            lambda system, quick, seed, progress: entropy_along_depth(system, progress=progress),
+            (16, 14),
+            entropy_refusal,
+        ),
+        FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
@@ -129,6 +140,14 @@ def _context_noise(system: System, *, quick: bool, seed: int, progress: Progress
 
 def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return free_energy_along_depth(system, tokens=4 if quick else 16, progress=progress)
+
+
+def _map_entropy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return map_entropy(system, tokens=4 if quick else 16, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -161,7 +180,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', 'mlp_jacobian', 'mlp_projection']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'map_entropy', 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {

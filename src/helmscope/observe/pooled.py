@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ class CloudMoments:
     covariance: Float[Tensor, "*batch d d"]
     mass: Float[Tensor, "*batch"]
 
-    @property
+    @cached_property
     def eigenvalues(self) -> Float[Tensor, "*batch d"]:
         """Those of the covariance, ascending; what is 0 within rounding is 0.
 
@@ -108,7 +109,7 @@ class PooledMoments:
         weighted = counts.unsqueeze(-1) * moved
         return cls(counts.sum(-1), weighted.sum(-2), weighted.mT @ moved, center)
 
-    @property
+    @cached_property
     def whole(self) -> CloudMoments:
         """The moments of all tokens.
 
@@ -117,7 +118,7 @@ class PooledMoments:
         """
         return self._moments(self.mass.sum(), self.first.sum(0), self.second.sum(0))
 
-    @property
+    @cached_property
     def without_one(self) -> CloudMoments:
         """The moments without each prompt in turn, (prompt, ...).
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from helmscope.claims.circle_functions import GivenDrift, derivative, harmonic_sum, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import IdentityErrors, Replicates
+from helmscope.claims.evidence import IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.mlp_shares import WrittenByMlp
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.noise import DivergenceForm, Ito, StateNoise, Stratonovich
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.forward_equation import ForwardEquation
+from helmscope.observe.map_entropy import map_entropy, map_refusal
+from helmscope.types import Attachment
 
 if TYPE_CHECKING:
+    import xarray as xr
     from torch import Tensor
 
+    from helmscope.claims.evidence import Evidence
     from helmscope.fields.noise import Process
+    from helmscope.models.recording import Recording
 
 PROCESSES: dict[str, Process] = {"divergence form": DivergenceForm(), "Ito": Ito(), "Stratonovich": Stratonovich()}
 DEGREE, HARMONICS, GROUP = 32, 3, 32
 IDENTITY = torch.eye(2, dtype=torch.float64)
 SPREAD = 0.4  # of the coefficients of log rho and log Sigma
+LEAST_LAYERS = 3  # for a slope over MLP half-steps
+NO_CHANGE = "the MLPs write nothing, so that both changes of entropy are 0 and have no slope"
 
 
 class Settings(NamedTuple):
@@ -57,8 +68,15 @@ class Rates(NamedTuple):
         return slopes
 
 
-@experiment("entropy-identity", seconds=8)
+@experiment("entropy-identity", seconds={"simulation": 8, "model": 42})
 def entropy_identity(case: TrialCase) -> Finding:
+    """The identity of the forward equation in simulation; on a model, its first order against the exact change of
+    entropy of every MLP half-step.
+    """
+    return _simulated(case) if case.subject.is_simulation else _of_model(case)
+
+
+def _simulated(case: TrialCase) -> Finding:
     """dH/dt = -int d_t rho log rho against E[div b] + E[Sigma |grad log rho|^2], on the circle, where d_t rho is that
     of the divergence form, of Ito noise or of Stratonovich noise with the same b and Sigma.
 
@@ -67,7 +85,8 @@ def entropy_identity(case: TrialCase) -> Finding:
     Stratonovich noise half of it. The slope is that of predicted on exact rates over groups of 32 cases.
     """
     grid = CircleGrid(degree=DEGREE)
-    settings = random_settings(case, GROUP * case.count(2 * GROUP, quick=GROUP))
+    least = -(-case.constant("inputs") // GROUP)  # groups that hold as many cases as an identity needs
+    settings = random_settings(case, GROUP * case.count(2 * least, quick=least))
     rates = {name: entropy_rates(settings, grid, process) for name, process in PROCESSES.items()}
     cases = f"groups of {GROUP} cases"
     return Finding(
@@ -120,3 +139,96 @@ def entropy_rates(settings: Settings, grid: CircleGrid, process: Process) -> Rat
     score = harmonic_sum(derivative(log_density), points)
     divergence = grid.mean_of(density * harmonic_sum(derivative(drift), points))
     return Rates(torch.stack(exact), divergence, grid.mean_of(density * sigma * score.square()))
+
+
+def _of_model(case: TrialCase) -> Finding:
+    """E div_S b, b = P f / r, against E log |det D_S T| over the MLP half-steps of a model, T(x) = N(r x + f(x)) at the
+    recorded radius r of each token: the least-squares slope over the half-steps, one per prompt, from the same sampled
+    tokens of it.
+    """
+    unmet = case.subject.unmet_premise("trajectory", "force", mlp=True)
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
+    refused = map_refusal(recording) or _too_few_layers(recording)
+    if refused is not None:
+        return Finding.impossible(refused)
+    if not _writes(recording):
+        return Finding.impossible(NO_CHANGE)
+    measured = map_entropy(recording, tokens=case.constant("tokens"))
+    if bool((measured.singular > 0).any()):
+        return Finding.impossible(f"the map of an MLP half-step is singular ({measured.attrs['singular_maps']})")
+    exact, predicted = (measured[name].values.T for name in ("entropy_change", "divergence"))  # (prompt, layer)
+    drawn = np.random.default_rng(case.seed_for(0))
+    permuted = np.stack([drawn.permutation(row) for row in predicted])
+    silent: Evidence = PremiseImpossible(NO_CHANGE)
+    if _writes(quiet := silenced(recording)):
+        again = map_entropy(quiet, tokens=case.constant("tokens"))
+        silent = Replicates(slopes(again.divergence.values.T, again.entropy_change.values.T), "prompts")
+    each = {"exact": exact, "predicted": predicted}
+    return Finding(
+        shortage=prompts.alike,
+        evidence={"slope": Replicates(slopes(predicted, exact), "prompts")},
+        controls={
+            "divergences of other layers": Replicates(slopes(permuted, exact), "prompts"),
+            "blocks that write nothing": silent,
+        },
+        described={
+            **{f"{name} change of entropy, sum over layers": Replicates(each[name].sum(1), "prompts") for name in each},
+            "slope without the first layer": Replicates(slopes(predicted[:, 1:], exact[:, 1:]), "prompts"),
+            "slope over tokens, mean over layers": Replicates(_token_slopes(measured), "prompts"),
+        },
+        data=curve(
+            "entropy_change",
+            np.stack(list(each.values()), -1),
+            {"layer": list(recording.layers), "change": ["E log |det D_S T|, exact", "E div b, first order"]},
+            label="change of entropy over the MLP half-step (nats)",
+            over="prompt",
+        ),
+        remark=_remark(exact, predicted, small_steps_premise(case)),
+        setting=f"{measured.attrs['sphere']}, at the {measured.attrs['radius']}: {len(prompts)} prompts, "
+        f"{case.constant('tokens')} tokens of each, {exact.shape[1]} MLP half-steps",
+        attachments=(Attachment(f"Certificate of {case.subject.name}", str(recording.certificate)),),
+    )
+
+
+def slopes(predicted: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """The least-squares slope of predicted on exact changes along the last axis."""
+    centered = exact - exact.mean(-1, keepdims=True)
+    return np.asarray((centered * predicted).sum(-1) / np.square(centered).sum(-1))
+
+
+def _token_slopes(measured: xr.Dataset) -> np.ndarray:
+    """The slope over the sampled tokens of each prompt, the mean over layers."""
+    exact, predicted = (measured[f"token_{name}"].values for name in ("entropy_change", "divergence"))
+    kept = np.isfinite(exact)
+    center = np.where(kept, exact, 0.0).sum(-1, keepdims=True) / kept.sum(-1, keepdims=True)
+    moved = np.where(kept, exact - center, 0.0)
+    found = (moved * np.where(kept, predicted, 0.0)).sum(-1) / np.square(moved).sum(-1)
+    return np.asarray(found.mean(0))
+
+
+def _writes(recording: Recording) -> bool:
+    return bool((recording.replay(WrittenByMlp())["written_by_mlp"].largest > 0).any())
+
+
+def _too_few_layers(recording: Recording) -> str | None:
+    count = len(recording.layers)
+    return (
+        None
+        if count >= LEAST_LAYERS
+        else f"the claim needs at least {LEAST_LAYERS} MLP half-steps, but there are {count}"
+    )
+
+
+def _remark(exact: np.ndarray, predicted: np.ndarray, premise: str) -> str:
+    first, second = exact.mean(0), predicted.mean(0)
+    worst = int(np.abs(first - second).argmax())
+    return (
+        f"The exact change of a half-step runs from {first.min():.3g} to {first.max():.3g} nats, its first order from "
+        f"{second.min():.3g} to {second.max():.3g}; they differ most in layer {worst}, {first[worst]:.3g} against "
+        f"{second[worst]:.3g}. {premise}"
+    ).strip()

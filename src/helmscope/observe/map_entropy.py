@@ -1,0 +1,313 @@
+"""The exact change of entropy over an MLP half-step, and its first order [Helmholtz Transformer, no. 6].
+
+An MLP half-step maps each token by itself: with its direction x, its recorded radius r and the force f,
+
+    T(x) = N(r x + f(x)),      Delta H = E log |det D_S T(x)|,
+
+where D_S T is the derivative from the tangent space at x to that at T(x). This holds for any law of the tokens, without
+an estimate of its density. With y = r x + f(x), M = r I + Df and t the dimension of the tangent spaces
+
+    log |det D_S T| = log |det(M P + y x^T)| - (t + 1) log |y|,
+
+since in orthonormal bases that end with x and y / |y| the matrix is block triangular, with D_S T times |y| and |y| on
+its diagonal. After a LayerNorm everything happens among vectors of mean 0: t = d - 2, and f loses its mean. The first
+order in f / r is the divergence of the drift b = P f / r,
+
+    E div_S b = E[tr Df - x^T Df x - t <x, f>] / r.
+
+How to read it. Below 0 the MLP gathers the tokens, above 0 it spreads them. Where the two differ, the half-step is too
+large for the entropy identity of a flow.
+How it fails. A singular map, such as one that sends a neighborhood to a point, has Delta H = -infinity: NaN, counted in
+``singular``. An attention half-step is not a map of one token, and has no such change. The radius of each token is kept
+fixed: that a cloud of states also moves in radius is left out.
+Cost. One replay, and a d x d Jacobian with its LU decomposition for each sampled token, O(h d^2 + d^3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.sphere import angle
+from helmscope.models.recording import Recording
+from helmscope.models.topology import Kind
+from helmscope.observe.token_choice import spaced_tokens, taken
+from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
+from helmscope.runs.bar import shows_progress
+from helmscope.solve.layer import Layer
+from helmscope.solve.simulation import Simulation
+from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.fields.mlp import Force
+    from helmscope.types import MlpTensors, ReplayContext, System, Trajectory
+    from helmscope.types.progress import ProgressOption
+
+TOKENS = 16  # of each prompt
+ENTRIES = 2**22  # of Jacobians in memory at a time
+LABELS = {
+    "entropy_change": "exact change of entropy over the MLP half-step, E log |det D_S T| (nats)",
+    "divergence": "its first order, E div_S(P f) / r (nats)",
+    "token_entropy_change": "log |det D_S T| of a token (nats)",
+    "token_divergence": "div_S(P f) / r of a token (nats)",
+    "token": "position of the sampled token",
+    "singular": "sampled tokens at which the map is singular",
+}
+# largest angle between T(x) and the recorded next direction, by the dtype of the weights
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True, eq=False)
+class SphereMap:
+    """T(x) at each point: ``log_det`` = log |det D_S T|, NaN where D_S T is singular, ``divergence`` = div_S(P f) / r,
+    and ``image`` = T(x).
+
+    >>> from helmscope.fields.mlp import MLP
+    >>> from helmscope.fields.activations import Identity
+    >>> stretch = MLP(w_in=torch.eye(2), w_out=torch.diag(torch.tensor([1.0, 0.0])), activation=Identity())
+    >>> sphere_map(stretch, torch.tensor([[1.0, 0.0]]), torch.ones(1)).log_det.exp()  # x -> N(diag(2, 1) x)
+    tensor([0.5000], dtype=torch.float64)
+    """
+
+    log_det: Float[Tensor, "*batch"]
+    divergence: Float[Tensor, "*batch"]
+    image: Float[Tensor, "*batch d"]
+
+
+@full_precision
+def tangent_log_det(
+    matrix: Float[Tensor, "*batch d d"], x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"], *, centered: bool
+) -> Float[Tensor, "*batch"]:
+    """log |det D_S T| of T = y / |y|, from the derivative M of y in R^d along the tangent vectors of the unit vector x:
+
+        log |det(M P + y x^T)| - (t + 1) log |y|,
+
+    with ``centered`` among vectors of mean 0. NaN where it is singular within rounding.
+
+    >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
+    >>> x = torch.tensor([0.6, 0.8], dtype=torch.float64)
+    >>> abs(tangent_log_det(turn, x, turn @ x, centered=False).item()) < 1e-14
+    True
+    """
+    d = x.shape[-1]
+    if centered:
+        matrix = matrix - matrix.mean(-2, keepdim=True)
+        matrix = matrix - matrix.mean(-1, keepdim=True)
+        y = y - y.mean(-1, keepdim=True)
+    along = (matrix @ x.unsqueeze(-1)).squeeze(-1)
+    whole = matrix + (y - along).unsqueeze(-1) * x.unsqueeze(-2)
+    if centered:
+        whole = whole + 1 / d  # the identity on the multiples of (1, ..., 1)
+    pivots = torch.linalg.lu_factor_ex(whole)[0].diagonal(dim1=-2, dim2=-1).abs()
+    regular = pivots.amin(-1) > d * torch.finfo(x.dtype).eps * pivots.amax(-1)
+    length = torch.linalg.vector_norm(y, dim=-1)
+    return torch.where(regular, pivots.log().sum(-1) - (d - centered) * length.log(), torch.nan)
+
+
+@full_precision
+def sphere_map(
+    force: Force,
+    x: Float[Tensor, "*batch d"],
+    radius: Float[Tensor, "*batch"],
+    *,
+    length: Float[Tensor, "*batch"] | None = None,
+    centered: bool = False,
+) -> SphereMap:
+    """T(x) = N(r x + f(c x)) at unit vectors x of radius r, in float64, a chunk of points at a time.
+
+    ``length`` c is that of the point at which the force is evaluated: slightly below 1 where the epsilon of a norm
+    matters, by default 1. With ``centered`` x has mean 0, and f loses its mean. Raises HelmscopeError for a force that
+    is neither an MLP nor a GatedMLP.
+
+    >>> from helmscope.fields.mlp import MLP
+    >>> sphere_map(MLP(w_in=torch.eye(2), w_out=torch.zeros(2, 2)), torch.eye(2), torch.ones(2)).divergence
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    if not isinstance(force, MLP | GatedMLP):
+        raise HelmscopeError(f"force is {type_with_article(force)}, but it must be an MLP or a GatedMLP")
+    shape, d = x.shape[:-1], x.shape[-1]
+    points, r = x.reshape(-1, d).double(), radius.reshape(-1).double()
+    c = torch.ones_like(r) if length is None else length.reshape(-1).double()
+    algebra = jacobian_algebra(force, like=points, centered=centered)
+    step, eye = max(1, ENTRIES // d**2), torch.eye(d, dtype=points.dtype, device=points.device)
+    parts = []
+    for i in range(0, len(points), step):
+        at, r_i, c_i = points[i : i + step], r[i : i + step], c[i : i + step, None]
+        f = force.ambient(c_i * at)
+        f = f - f.mean(-1, keepdim=True) if centered else f
+        jacobian = c_i.unsqueeze(-1) * algebra.matrices(slopes_of(force, c_i * at))
+        y = r_i.unsqueeze(-1) * at + f
+        log_det = tangent_log_det(r_i[:, None, None] * eye + jacobian, at, y, centered=centered)
+        radial = ((jacobian @ at.unsqueeze(-1)).squeeze(-1) * at).sum(-1)
+        trace = jacobian.diagonal(dim1=-2, dim2=-1).sum(-1)
+        divergence = (trace - radial - (d - 1 - centered) * (at * f).sum(-1)) / r_i
+        parts.append((log_det, divergence, y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)))
+    log_det, divergence, image = (torch.cat(each) for each in zip(*parts, strict=True))
+    return SphereMap(log_det.reshape(shape), divergence.reshape(shape), image.reshape(x.shape))
+
+
+class _MapEntropy(Instrument):
+    """Instrument: the maps of sampled tokens, compared with the next states of ``path``, which it must reproduce."""
+
+    name = "map_entropy"
+    needs = Needs.FORCE | Needs.MLP
+
+    def __init__(self, path: Trajectory, tokens: int | None) -> None:
+        self.path, self.tokens = path, tokens
+        self.singular = ""
+        self.dim = 0
+
+    def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
+        """Records the maps at the inputs of the MLP."""
+        weights = token_weights(tensors.state, context.weights).double()
+        start, replicate = context.rows.start, self.plan.replicate
+        chosen, counts = spaced_tokens(weights, self.tokens, replicate=replicate, start=start)
+        assert tensors.point is not None
+        state, point = (taken(each, chosen).double() for each in (tensors.state, tensors.point))
+        state = state - state.mean(-1, keepdim=True) if context.centered else state
+        radius = torch.linalg.vector_norm(state, dim=-1)
+        _check_directions(radius, counts, context, replicate, chosen)
+        x, length = state / radius.unsqueeze(-1), torch.linalg.vector_norm(point, dim=-1)
+        step = 1.0 if context.step is None else context.step
+        # h f(x) with radius r moves the direction as f(x) with radius r / h
+        found = sphere_map(tensors.force, x, radius / step, length=length, centered=context.centered)
+        self._compare(context, found, chosen, counts, tensors.force.w_out.dtype)
+        self._keep(context, found, chosen, counts, taken(weights, chosen) * counts)
+        self.dim = x.shape[-1] - 1 - context.centered
+
+    def _keep(self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor, m: Tensor) -> None:
+        tokens = {"token_entropy_change": found.log_det, "token_divergence": found.divergence, "token": chosen.double()}
+        tokens = {name: torch.where(counts, value, torch.nan) for name, value in tokens.items()}
+        singular = found.log_det.isnan() & counts
+        if bool(singular.any()) and not self.singular:
+            row, k = (int(index) for index in singular.nonzero()[0])
+            self.singular = (
+                f"{self.plan.replicate} {context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}"
+            )
+        means = {name: token_mean(tokens[f"token_{name}"], m) for name in ("entropy_change", "divergence")}
+        self.keep(context, means | {"singular": singular.sum(-1).double()})
+        self.keep(context, tokens, axes=("sample",))
+
+    def _compare(
+        self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Raises HelmscopeError where T(x) is not the next direction; the last state has none."""
+        after = context.layer + 1
+        if self.plan.axis == "layer":  # of a model, whose states are counted in half-layers
+            after = int(context.time - float(self.path.times[0])) + 1
+        if after >= len(self.path.states):
+            return
+        following = taken(self.path.states[after][context.rows].to(found.image.device), chosen).double()
+        error = torch.where(counts, angle(found.image, following), 0.0)
+        if not bool((error <= TOLERANCE.get(dtype, 3e-2)).all()):
+            row, k = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), error.shape[-1])
+            raise HelmscopeError(
+                f"system moves token {int(chosen[row, k])} of {self.plan.replicate} {context.rows.start + row} in "
+                f"layer {context.layer} by another map than N(r x + f(x)), {float(error[row, k]):.2g} rad from it, but "
+                "map_entropy needs half-steps of the MLP alone (not edited, and stored one by one)"
+            )
+
+    def result(self) -> xr.Dataset:
+        """The changes of entropy of every layer and replicate."""
+        measured = super().result()
+        for name, value in measured.data_vars.items():
+            value.attrs["long_name"] = LABELS[str(name)]
+        singular = f"NaN, first at {self.singular}" if self.singular else "none"
+        measured.attrs |= {
+            "sphere": "direction of the state that the MLP reads",
+            "radius": "recorded radius of each token",
+            "dimension": self.dim,
+            "tokens": "all" if self.tokens is None else self.tokens,
+            "singular_maps": singular,
+        }
+        return with_bounds(measured, {"singular": AT_LEAST_0, "token": AT_LEAST_0})
+
+
+def _check_directions(radius: Tensor, counts: Tensor, context: ReplayContext, replicate: str, chosen: Tensor) -> None:
+    """Raises HelmscopeError for a state that is 0 or not finite, which has no direction."""
+    bad = ~(torch.isfinite(radius) & (radius > 0)) & counts
+    if bool(bad.any()):
+        row, k = (int(index) for index in bad.nonzero()[0])
+        raise HelmscopeError(
+            f"system has a state without a direction, of length {float(radius[row, k]):g}, at {replicate} "
+            f"{context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}, but map_entropy needs "
+            "finite states that are not 0"
+        )
+
+
+@shows_progress("entropy of maps")
+def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: ProgressOption = None) -> xr.Dataset:
+    """The exact change of entropy of every MLP half-step, E log |det D_S T| with T(x) = N(r x + f(x)), and its first
+    order E div_S(P f) / r, over (layer, prompt).
+
+    Both are means over the same ``tokens`` of each prompt, evenly spaced among those that count, without the first (all
+    of them if None), so that the spread between prompts contains the error of sampling; ``token_entropy_change`` and
+    ``token_divergence`` are those of each token, along ``sample``, and ``token`` its position. r is the recorded radius
+    of each token. NaN where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts
+    them, and the attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
+
+    Raises HelmscopeError, as ``map_refusal`` says, for flows, parallel blocks, norms after the MLP and mixtures of
+    experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all stored.
+
+    >>> from helmscope import record
+    >>> measured = map_entropy(record("A", ["Once upon a time there was a cat"]), tokens=2)
+    >>> measured.entropy_change.dims, bool((measured.entropy_change < 0).all())  # the MLPs of A gather tokens
+    (('layer', 'prompt'), True)
+    """
+    tokens = None if tokens is None else check_integer("tokens", tokens, at_least=1)
+    reason = map_refusal(check_system(system))
+    if reason is not None:
+        raise HelmscopeError(reason)
+    instrument = _MapEntropy(system.trajectory, tokens)
+    return system.replay(instrument, progress=progress)[instrument.name]
+
+
+def map_refusal(system: System) -> str | None:
+    """Why the half-steps of a system's MLPs are not maps N(r x + f(x)) of a token with a known f; None if they are.
+
+    >>> from helmscope import record
+    >>> map_refusal(record("A", ["Once upon a time"])) is None
+    True
+    """
+    refused = system.refusal(_MapEntropy(system.trajectory, TOKENS))
+    if refused is not None:
+        return refused
+    if isinstance(system, Recording):
+        return block_refusal(system, "map_entropy")
+    if not isinstance(system, Simulation) or not isinstance(system.problem.stepper, Layer):
+        return "system is a flow, but map_entropy needs layers, whose MLP maps a token at once: stepper=hs.Layer()"
+    return None
+
+
+def block_refusal(recording: Recording, name: str) -> str | None:
+    """Why the MLPs of a recording do not add f(x), f an MLP, to the state that they read; None if they do. ``name`` is
+    what needs it.
+
+    >>> from helmscope import record
+    >>> block_refusal(record("A", ["Once upon a time"]), "map_entropy") is None
+    True
+    """
+    try:
+        recording.certificate.require("force")
+    except HelmscopeError as error:
+        return str(error)
+    for number in recording.layers:
+        layer = recording.anatomy.layers[number]
+        if layer.wiring.kind is not Kind.SEQUENTIAL or layer.wiring.sandwich:
+            kind = "norms after its halves" if layer.wiring.sandwich else f"{layer.wiring.kind.value} blocks"
+            return f"system has {kind}, but {name} needs MLPs that add to the state they read, with no norm after it"
+        if layer.mlp_norm is None:
+            return f"system has no norm before the MLP of layer {number}, but {name} needs one that reads unit vectors"
+        force = recording.force(layer=number)
+        if not isinstance(force, MLP | GatedMLP):
+            return f"system has {type_with_article(force)} as force(layer={number}), but {name} needs an MLP"
+    return None

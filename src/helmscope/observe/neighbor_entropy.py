@@ -1,0 +1,223 @@
+"""Entropy of a cloud from distances to nearest neighbors, after a projection to a few principal axes.
+
+For N points in R^p, r_i the distance from point i to its k-th nearest neighbor and V_p = pi^(p/2) / Gamma(p/2 + 1),
+
+    H = psi(N) - psi(k) + log V_p + (p / N) sum_i log r_i          [Kozachenko and Leonenko 1987]
+
+in nats, psi the digamma function. Its bias grows fast with p: at p = 191 and N = 8,192 it reads a normal law 40 nats
+too high. So the cloud is first projected to its first p <= 8 principal axes, and the result is the entropy of that
+projection, which says nothing about the other axes. Copies of a point have distance 0 and entropy -infinity: all but
+one are removed before, and counted.
+
+The jackknife over groups of points (prompts) is exact for a fixed projection: without a group only those distances
+change whose first k neighbors contain a point of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.track import token_weights
+from helmscope.types import HelmscopeError, check_integer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+DIMENSIONS, NEIGHBORS = 4, 4
+MOST_DIMENSIONS = 8
+COPY = 1e-6  # of the root mean squared distance to the mean: points that are closer are copies
+SPARE = 8  # further neighbors that are kept for the jackknife
+BLOCK = 512  # rows of distances in memory
+
+
+def neighbor_entropy(
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"] | None = None,
+    *,
+    dimensions: int = DIMENSIONS,
+    neighbors: int = NEIGHBORS,
+) -> Float[Tensor, "*batch"]:
+    """Kozachenko-Leonenko entropy of each cloud, projected to its first ``dimensions`` principal axes, in nats, from
+    the distances to the ``neighbors``-th nearest neighbor.
+
+    Points of weight 0 do not count; the other weights must be equal. Copies of a point count once. Raises
+    HelmscopeError for more than 8 dimensions (or than x has), for unequal weights and for too few distinct points.
+
+    >>> x = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    >>> abs(neighbor_entropy(x, dimensions=2).item()) < 0.05  # uniform on the unit square: 0
+    True
+    """
+    dimensions, neighbors = check_dimensions(dimensions, x.shape[-1]), check_integer("neighbors", neighbors, at_least=1)
+    counts = token_weights(x, weights)
+    clouds = x.reshape(-1, *x.shape[-2:])
+    found = []
+    for cloud, m in zip(clouds, counts.reshape(len(clouds), -1), strict=True):
+        points = principal_projection(cloud[equal_weights(m)].double(), dimensions)
+        found.append(NeighborDistances.of(points[distinct(points)], neighbors).entropy)
+    return torch.stack(found).reshape(x.shape[:-2])
+
+
+def check_dimensions(dimensions: int, most: int) -> int:
+    """The number of principal axes; raises HelmscopeError unless it is from 1 to 8, and at most that of the points.
+
+    >>> check_dimensions(4, 192)
+    4
+    """
+    dimensions = check_integer("dimensions", dimensions, at_least=1)
+    if dimensions > min(MOST_DIMENSIONS, most):
+        raise HelmscopeError(
+            f"dimensions is {dimensions}, but nearest-neighbor entropy needs at most {min(MOST_DIMENSIONS, most)}: its "
+            "bias grows with the dimension"
+        )
+    return dimensions
+
+
+def equal_weights(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+    """Which points count; raises HelmscopeError unless the weights of those that do are equal.
+
+    >>> equal_weights(torch.tensor([2.0, 0.0, 2.0]))
+    tensor([ True, False,  True])
+    """
+    counted = weights > 0
+    values = weights[counted]
+    if len(values) and bool((values != values[0]).any()):
+        raise HelmscopeError(
+            f"weights are {float(values.min()):g} to {float(values.max()):g}, but nearest neighbors need equal ones, "
+            "or 0"
+        )
+    return counted
+
+
+@full_precision
+def principal_projection(points: Float[Tensor, "n d"], dimensions: int) -> Float[Tensor, "n p"]:
+    """The coordinates of points along their first principal axes, about their mean.
+
+    >>> principal_projection(torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0]]).double(), 1).abs().round(decimals=2)
+    tensor([[3.],
+            [3.],
+            [0.]], dtype=torch.float64)
+    """
+    moved = points - points.mean(0)
+    axes: Tensor = torch.linalg.eigh(moved.mT @ moved)[1][:, -dimensions:].flip(-1)
+    return moved @ axes
+
+
+def distinct(points: Float[Tensor, "n p"]) -> Bool[Tensor, " n"]:
+    """Which points are not copies of an earlier one: closer than 1e-6 of the root mean squared distance to the mean.
+
+    >>> distinct(torch.tensor([[0.0], [1.0], [0.0]]))
+    tensor([ True,  True, False])
+    """
+    size = COPY * float((points - points.mean(0)).square().sum(-1).mean().sqrt())
+    kept = torch.ones(len(points), dtype=torch.bool, device=points.device)
+    place = torch.arange(len(points), device=points.device)
+    for i in range(0, len(points), BLOCK):
+        rows = slice(i, i + BLOCK)
+        close = _distances(points[rows], points[: i + BLOCK]) <= size
+        kept[rows] = ~(close & (place[: close.shape[1]] < place[rows].unsqueeze(-1))).any(-1)
+    return kept
+
+
+@dataclass(frozen=True, eq=False)
+class NeighborDistances:
+    """The distances (n, k + 8) of each point to its nearest neighbors, ascending, and their indices.
+
+    >>> NeighborDistances.of(torch.tensor([[0.0], [1.0], [3.0]]), 1).distances[:, 0]
+    tensor([1., 1., 2.])
+    """
+
+    points: Float[Tensor, "n p"]
+    distances: Float[Tensor, "n m"]
+    indices: Int[Tensor, "n m"]
+    neighbors: int
+
+    @classmethod
+    def of(cls, points: Float[Tensor, "n p"], neighbors: int) -> NeighborDistances:
+        """The nearest neighbors of distinct points; raises HelmscopeError for too few of them.
+
+        >>> NeighborDistances.of(torch.eye(3), 1).indices.shape
+        torch.Size([3, 2])
+        """
+        if len(points) <= neighbors:
+            raise HelmscopeError(
+                f"x has {len(points)} distinct points, but the neighbor number {neighbors} needs at least "
+                f"{neighbors + 1}"
+            )
+        kept = min(neighbors + SPARE, len(points) - 1)
+        place = torch.arange(len(points), device=points.device)
+        values, indices = [], []
+        for i in range(0, len(points), BLOCK):
+            rows = _distances(points[i : i + BLOCK], points)
+            rows.masked_fill_(place == place[i : i + BLOCK].unsqueeze(-1), torch.inf)
+            nearest = rows.topk(kept, largest=False)
+            values.append(nearest.values)
+            indices.append(nearest.indices)
+        return cls(points, torch.cat(values), torch.cat(indices), neighbors)
+
+    @property
+    def entropy(self) -> Float[Tensor, ""]:
+        """The estimate from all points.
+
+        >>> NeighborDistances.of(torch.tensor([[0.0], [1.0], [3.0]]).double(), 1).entropy.round(decimals=4)
+        tensor(2.4242, dtype=torch.float64)
+        """
+        logs = self.distances[:, self.neighbors - 1].log()
+        return self._estimate(logs.sum(), torch.tensor(float(len(logs)), dtype=logs.dtype, device=logs.device))
+
+    def _estimate(self, total: Tensor, n: Tensor) -> Tensor:
+        p = self.points.shape[-1]
+        volume = p / 2 * math.log(math.pi) - math.lgamma(p / 2 + 1)
+        k = torch.tensor(float(self.neighbors), dtype=n.dtype, device=n.device)
+        found: Tensor = torch.special.digamma(n) - torch.special.digamma(k) + volume + p * total / n
+        return found
+
+    def pseudo_values(self, group: Int[Tensor, " n"], groups: int) -> Float[Tensor, " groups"]:
+        """The jackknife pseudo-values over ``groups`` groups of points, given the group of each point; the projection
+        is not made again. Raises HelmscopeError where too few points are left without a group.
+
+        >>> points = torch.tensor([[0.0], [1.0], [3.0], [3.5], [7.0]]).double()
+        >>> NeighborDistances.of(points, 1).pseudo_values(torch.arange(5), 5).shape
+        torch.Size([5])
+        """
+        k = self.neighbors
+        logs = self.distances[:, k - 1].log()
+        size = torch.zeros(groups, dtype=logs.dtype, device=logs.device).index_add(0, group, torch.ones_like(logs))
+        left = len(logs) - size
+        if bool((left <= k).any()):
+            raise HelmscopeError(
+                f"group {int((left <= k).nonzero()[0])} leaves {int(left.min())} points, but the neighbor number {k} "
+                f"needs at least {k + 1}"
+            )
+        total = logs.sum() - torch.zeros_like(size).index_add(0, group, logs)
+        of_neighbor = group[self.indices]
+        for j in range(k):
+            gone = of_neighbor[:, j]
+            first = (of_neighbor[:, :j] != gone.unsqueeze(-1)).all(-1)  # each group once
+            changed = (first & (gone != group)).nonzero()[:, 0]
+            new = self._distance_without(changed, gone[changed], group)
+            total.index_add_(0, gone[changed], new.log() - logs[changed])
+        return groups * self.entropy - (groups - 1) * self._estimate(total, left)
+
+    def _distance_without(self, rows: Tensor, gone: Tensor, group: Tensor) -> Tensor:
+        """The distance of some points to their k-th neighbor outside of a group, one for each point."""
+        k = self.neighbors
+        stays = group[self.indices[rows]] != gone.unsqueeze(-1)
+        enough = stays.sum(-1) >= k
+        place = (stays.cumsum(-1) == k).to(torch.int8).argmax(-1, keepdim=True)
+        found = self.distances[rows].gather(-1, place).squeeze(-1)
+        for i in (~enough).nonzero()[:, 0].tolist():  # more spare neighbors are in one group than are kept
+            others = group != gone[i]
+            others[rows[i]] = False
+            found[i] = _distances(self.points[rows[i]][None], self.points[others]).kthvalue(k).values[0]
+        return found
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    """All distances, from differences: inner products would lose the digits of small ones."""
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,0 +1,233 @@
+"""The trials of entropy-identity, free-energy-descends and diffuse-then-compress on small models whose weights are set
+by hand."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+import helmscope as hs
+from helmscope.claims.experiments import diffuse_then_compress, entropy_identity
+from helmscope.claims.trial import Trial, try_claim
+from helmscope.models.subject import Subject
+from helmscope.types import Ruling, Trajectory
+
+S, R, UNDECIDED, P = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.IMPOSSIBLE
+D, LAYERS = 16, 4
+ROWS = [[(7 * k + 3 * i * (k + 1)) % 60 for i in range(12)] for k in range(40)]
+AXIS = torch.zeros(D)
+AXIS[:2] = torch.tensor([0.5, -0.5]).mul(2**0.5)  # of mean 0, which LayerNorm keeps
+
+
+def plain() -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 64, "n_embd": D, "n_layer": LAYERS, "n_head": 2, "n_positions": 32}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).eval()
+
+
+def silent_halves(net: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    with torch.no_grad():
+        for block in net.transformer.h:
+            for part in (block.attn.c_proj, block.mlp.c_proj):
+                part.weight.zero_()
+                part.bias.zero_()
+    return net
+
+
+# --- entropy-identity
+
+
+def mlp_model(kind: str) -> GPT2LMHeadModel:
+    """MLPs that are gradients of different strength: small ones, and such whose step is larger than the state."""
+    net = silent_halves(plain())
+    if kind == "silent":
+        return net
+    size = {"small": 0.001, "large": 0.2}[kind]
+    with torch.no_grad():
+        for layer, block in enumerate(net.transformer.h):
+            block.mlp.c_proj.weight.copy_(size * (layer - 1.5) * block.mlp.c_fc.weight.T)
+    return net
+
+
+@functools.cache
+def tried(claim: str, kind: str) -> Trial:
+    make = {"entropy-identity": mlp_model, "free-energy-descends": pulled, "diffuse-then-compress": shifted}[claim]
+    with Subject(make(kind), ROWS) as subject:
+        return try_claim(claim, quick=True, subject=subject)
+
+
+@pytest.mark.parametrize(("kind", "ruling"), [("small", S), ("large", R), ("silent", P)])
+def test_small_steps_follow_the_identity_and_large_ones_do_not(kind: str, ruling: Ruling) -> None:
+    verdict = tried("entropy-identity", kind).verdict
+    assert verdict.ruling is ruling, verdict.sentence
+    if kind == "silent":
+        assert "write nothing" in verdict.sentence
+        return
+    assert verdict.interval.n == 32
+    assert all(control.as_expected for control in verdict.controls)
+    assert [control.ruling for control in verdict.controls] == [R, P]
+    assert "Premise: small-steps" in verdict.sentence
+    data = tried("entropy-identity", kind).data
+    assert dict(data.sizes) == {"prompt": 32, "layer": 4, "change": 2}
+
+
+def test_a_determinant_that_forgets_the_normal_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the factor |y| for each tangent direction the change is no longer that of directions."""
+    module = importlib.import_module("helmscope.observe.map_entropy")
+    original = module.tangent_log_det
+
+    def flat(matrix, x, y, *, centered):
+        return original(matrix, x, y, centered=centered) + (D - 2) * y.norm(dim=-1).log()
+
+    monkeypatch.setattr(module, "tangent_log_det", flat)
+    with Subject(mlp_model("small"), ROWS) as subject:
+        assert try_claim("entropy-identity", quick=True, subject=subject).verdict.ruling is not S
+
+
+def test_slopes_are_those_of_least_squares() -> None:
+    draw = np.random.default_rng(0)
+    exact, predicted = draw.normal(size=(3, 7)), draw.normal(size=(3, 7))
+    expected = [np.polyfit(exact[k], predicted[k], 1)[0] for k in range(3)]
+    assert entropy_identity.slopes(predicted, exact) == pytest.approx(expected, rel=1e-12)
+
+
+# --- free-energy-descends
+
+
+def pulled(kind: str) -> GPT2LMHeadModel:
+    """Tokens with a positive coordinate along an axis, in which each MLP is k x (U = k x^2 / 2), and to which attention
+    adds a constant: along it U and x grow, against it (k < 0) the write of attention descends U. Values are small, so
+    that nu is."""
+    net = silent_halves(plain())
+    if kind == "silent":
+        return net
+    with torch.no_grad():
+        net.transformer.wte.weight.add_(1.0 * AXIS)
+        for block in net.transformer.h:
+            block.attn.c_proj.weight.normal_(0, 1e-3)
+            block.attn.c_proj.bias.copy_(0.5 * AXIS)
+            strength = 0.3 if kind == "uphill" else -0.3
+            block.mlp.c_fc.weight.zero_()
+            block.mlp.c_fc.bias.zero_()
+            for neuron, sign in enumerate((1.0, -1.0)):  # gelu(z) - gelu(-z) = z
+                block.mlp.c_fc.weight[:, neuron] = sign * AXIS
+                block.mlp.c_proj.weight[neuron] = sign * strength * AXIS
+    return net
+
+
+@pytest.mark.parametrize(("kind", "ruling"), [("uphill", S), ("against", R), ("silent", UNDECIDED)])
+def test_tokens_that_climb_the_potential_lose_free_energy(kind: str, ruling: Ruling) -> None:
+    verdict = tried("free-energy-descends", kind).verdict
+    assert verdict.ruling is ruling, verdict.sentence
+    assert all(control.as_expected for control in verdict.controls)
+    assert "Premise: small-steps" in verdict.sentence
+    if kind != "silent":
+        assert verdict.interval.n == 32
+        printed = verdict.printed
+        assert printed.measured.value == "false"  # with + int U the same tokens gain it
+        assert set(tried("free-energy-descends", kind).data.data_vars) == {
+            "free_energy",
+            "entropy",
+            "free_energy_as_printed",
+        }
+    if kind == "against":
+        assert "(attention)" in verdict.sentence
+
+
+# --- diffuse-then-compress
+
+
+def shifted(kind: str) -> GPT2LMHeadModel:
+    """Tokens with a common part along an axis, and MLPs that write a constant along it: taking it away spreads
+    directions, adding it gathers them."""
+    net = silent_halves(plain())
+    writes = {
+        "spread, then gathered": [-1.0, -1.0, 1.5, 1.5],
+        "gathered, then spread": [1.0, 1.0, -1.0, -1.0],
+        "gathered": [1.0, 1.0, 1.0, 1.0],
+        "silent": [0.0, 0.0, 0.0, 0.0],
+    }
+    with torch.no_grad():
+        net.transformer.wte.weight.add_(2.0 * AXIS)
+        for block, amount in zip(net.transformer.h, writes[kind], strict=True):
+            block.mlp.c_proj.bias.copy_(amount * AXIS)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("kind", "ruling"),
+    [("spread, then gathered", S), ("gathered, then spread", UNDECIDED), ("gathered", UNDECIDED), ("silent", P)],
+)
+def test_a_cloud_that_spreads_and_gathers_is_found(kind: str, ruling: Ruling) -> None:
+    verdict = tried("diffuse-then-compress", kind).verdict
+    assert verdict.ruling is ruling, verdict.sentence
+    if kind == "silent":
+        assert "No token moves" in verdict.sentence
+        return
+    assert all(control.as_expected for control in verdict.controls)
+    if ruling is S:
+        assert "largest at depth 4 of 8" in verdict.sentence
+        assert all(condition.interval.n == 16 for condition in verdict.conditions)
+        assert "90 % interval" in verdict.sentence
+
+
+def test_the_differences_are_tested_one_sided_at_the_level() -> None:
+    """Rise and fall of entropies whose pseudo-values are known, against SciPy's one-sided t-test."""
+    from scipy import stats
+
+    from helmscope.claims.evidence import Replicates
+    from helmscope.types import Region
+
+    draw = np.random.default_rng(3)
+    for mean in (0.1, 0.4, 0.6, 1.0):
+        values = draw.normal(mean, 1.0, size=16)
+        p = stats.ttest_1samp(values, 0, alternative="greater").pvalue
+        ruling = Replicates(values, "prompts", confidence=0.9).weigh(Region(text="above 0", above=0.0)).ruling
+        assert (ruling is S) == (p < 0.05)
+
+
+def test_planted_clouds_shrink_and_grow() -> None:
+    x = hs.Uniform(9, 4).sample(8, seed=0)
+    path = Trajectory(torch.zeros(1), x[None], replicate="prompt", axis="depth")
+    for factor, sign in ((0.8, -1), (1.25, 1)):
+        curve = diffuse_then_compress.EntropyCurve.of(diffuse_then_compress.planted(path, factor), seed=0)
+        assert (sign * np.diff(curve.test.mean(1)) > 0).all()
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("claim", ["entropy-identity", "free-energy-descends", "diffuse-then-compress"])
+def test_too_few_texts_decide_nothing(claim: str) -> None:
+    with Subject(plain(), ROWS[:31]) as subject:
+        verdict = try_claim(claim, quick=True, subject=subject).verdict
+    assert verdict.ruling is UNDECIDED
+    assert "needs 32 different texts" in verdict.sentence
+
+
+@pytest.mark.parametrize("claim", ["entropy-identity", "free-energy-descends"])
+def test_parallel_blocks_have_no_half_steps(claim: str) -> None:
+    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    config = GPTNeoXConfig(vocab_size=64, bos_token_id=0, eos_token_id=0, max_position_embeddings=16, **sizes)
+    with Subject(GPTNeoXForCausalLM(config).eval(), ROWS) as subject:
+        verdict = try_claim(claim, quick=True, subject=subject).verdict
+    assert verdict.ruling is P
+    assert "parallel blocks" in verdict.sentence
+
+
+@pytest.mark.parametrize("claim", ["free-energy-descends", "diffuse-then-compress"])
+def test_fewer_tokens_than_dimensions_have_no_entropy(claim: str) -> None:
+    """32 prompts of 3 tokens are 64 without the first, and 32 in each half: fewer than the 96 dimensions."""
+    sizes = {"vocab_size": 64, "n_embd": 96, "n_layer": 3, "n_head": 2, "n_positions": 8}
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).eval()
+    rows = [[k, (7 * k + 1) % 60, (11 * k + 5) % 60] for k in range(40)]
+    with Subject(net, rows) as subject:
+        verdict = try_claim(claim, quick=True, subject=subject).verdict
+    assert verdict.ruling is UNDECIDED
+    assert "has a rank below the 95 dimensions" in verdict.sentence
