@@ -17,7 +17,7 @@ from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator
+from helmscope.observe.generator import ambient_generator, step_order
 from helmscope.types import Ruling
 
 F64 = torch.float64
@@ -86,7 +86,7 @@ def test_symmetric_noise_of_the_same_covariance_errs_by_a_multiple_of_eps() -> N
 
 def test_the_order_of_a_power_with_higher_terms_is_its_limit() -> None:
     h = torch.tensor([2.0**-k for k in range(7)], dtype=F64)
-    assert generator.order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
+    assert step_order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
 
 
 def test_a_second_moment_that_is_twice_too_large_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

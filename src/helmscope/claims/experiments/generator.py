@@ -16,7 +16,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.mlp import MLP
 from helmscope.geometry.sphere import retract
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator
+from helmscope.observe.generator import ambient_generator, limit_at_zero, step_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Remainders(NamedTuple):
     @property
     def distance(self) -> Tensor:
         """The distance of the order from theory, for every probe and state."""
-        return (order(self.values) - self.power).abs().flatten()
+        return (step_order(self.values) - self.power).abs().flatten()
 
 
 @experiment("generator", seconds=3)
@@ -71,7 +71,7 @@ def generator(case: TrialCase) -> Finding:
         Remainders(even, 2, "with a random sign"),
     ]
     with_second, without, splitting, with_sampled = (IdentityErrors(each.distance, "distance") for each in found[:4])
-    mean_orders = [f"{float(order(each.values).mean()) * unit:.3f} ({each.label})"
+    mean_orders = [f"{float(step_order(each.values).mean()) * unit:.3f} ({each.label})"
                    for each, unit in zip(found, (1, 1, 1, 1, 0.5, 0.5), strict=True)]  # fmt: skip
     return Finding(
         evidence={
@@ -172,22 +172,10 @@ def excess_of_sigma_a(attention: SA, phi: Probe, x: Tensor, scales: Sequence[flo
     attention, less Sigma_A:Hess phi, relative to that: root mean squares over the tokens.
     """
     write, sigma = attention(x), sigma_a(attention, x)
-    limit = _at_zero(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
+    limit = limit_at_zero(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
     spread = ambient_generator(torch.zeros_like(x), sigma, phi, x)
     excess = ambient_generator(write, sigma, phi, x) - limit
     return (excess - spread).square().mean(-1).sqrt() / spread.square().mean(-1).sqrt()
-
-
-def order(remainders: Tensor) -> Tensor:
-    """The order in a step that is halved along the last axis: the limit of log2 of the ratio of successive values."""
-    return _at_zero((remainders[..., :-1] / remainders[..., 1:]).log2())
-
-
-def _at_zero(values: Tensor) -> Tensor:
-    """The limit at step 0 of a power series, from its values at h, h/2, h/4, ... (Richardson)."""
-    for power in range(1, values.shape[-1]):
-        values = values[..., 1:] + (values[..., 1:] - values[..., :-1]) / (2.0**power - 1)
-    return values[..., 0]
 
 
 def _root_mean_square(rows: list[Tensor]) -> Tensor:

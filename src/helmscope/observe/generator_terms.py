@@ -1,0 +1,198 @@
+"""What a generator test needs from the mechanism of a block: both updates at the first state, and Sigma_A.
+
+A block writes a(y) by attention and then m(y + a(y)) by its MLP. The sum of the generators of both halves at the first
+state belongs to a(y) + m(y); the difference is the splitting defect, a commutator [Helmholtz Transformer, no. 8].
+Sigma_A = (1/2) sum_h T W_O^h Cov_P W_O^hT T / |y|^2 is the covariance of attention if one token were sampled (mode A of
+``attention_noise``), T the projector to the tangent space; attention is deterministic, and has no such term.
+
+Of a change C_i of a probe at the tokens i of a prompt, a prediction T_i explains 1 - E (C - T)^2 / E C^2, with E the mean
+over tokens, whatever the scale of the probe; a share of several probes is the mean of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.norms import UnitNorm
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.recording import Recording
+from helmscope.observe.attention_noise import head_covariances, sample_tokens
+from helmscope.observe.head_moments import HEADS_NEED, centered_output, with_heads
+from helmscope.observe.track import token_mean
+from helmscope.types import Instrument, Needs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.observe.block_steps import BlockSteps
+    from helmscope.observe.probes import ProbeBank
+    from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, System
+
+REPRODUCES = 1e-2  # relative distance of the MLP's write from its force, beyond which something else acts on it
+
+
+def over_tokens(values: Float[Tensor, "rows n p"], m: Float[Tensor, "rows n"]) -> Float[Tensor, "rows p"]:
+    """The mean over tokens of values of every probe.
+
+    >>> over_tokens(torch.tensor([[[1.0], [3.0]]]), torch.ones(1, 2))
+    tensor([[2.]])
+    """
+    return token_mean(values.mT, m.unsqueeze(-2).expand(values.mT.shape))
+
+
+def missed(
+    change: Float[Tensor, "rows n p"], predicted: Float[Tensor, "rows n p"], m: Float[Tensor, "rows n"]
+) -> Float[Tensor, "rows p"]:
+    """E (C - T)^2 / E C^2 of every probe, E the mean over tokens; NaN where a probe does not change.
+
+    >>> missed(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[1.0], [2.0]]]), torch.ones(1, 2))
+    tensor([[0.1000]])
+    """
+    size = over_tokens(change**2, m)
+    return over_tokens((change - predicted) ** 2, m) / torch.where(size > 0, size, torch.nan)
+
+
+class _Terms(Instrument):
+    """Measures predictions of the change of probes by the steps of blocks."""
+
+    def __init__(self, steps: BlockSteps, bank: ProbeBank) -> None:
+        self.steps, self.bank = steps, bank
+
+    def refusal(self, system: System) -> str | None:
+        """Why the halves of a system do not add to one state."""
+        if isinstance(system, Recording) and system.anatomy.post_norm:
+            return f"system is a post-norm model, but {self.name} needs halves that add to one residual stream"
+        return None
+
+
+class SplittingTerms(_Terms):
+    """Instrument: ``share_first_state`` of the change of probes that the drifts of both updates at the first state
+    explain, and ``splitting_defect``, the relative distance of the change by their sum from that by the half-steps in
+    sequence; NaN where the force of the MLP does not reproduce what it writes.
+    """
+
+    name = "splitting_terms"
+    needs = Needs.ATTENTION | Needs.ATTENTION_WRITE | Needs.FORCE | Needs.MLP_WRITE
+
+    def refusal(self, system: System) -> str | None:
+        """Why a system has no sum of two updates."""
+        if isinstance(system, Recording) and system.anatomy.has_cross:
+            return f"system has cross-attention, but {self.name} needs blocks of two halves"
+        return super().refusal(system)
+
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        """Remembers the state that attention reads, and its write."""
+        self._state, self._write, self._radius = tensors.state, tensors.write, tensors.radius
+
+    @full_precision
+    def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
+        """Evaluates the MLP at the first state."""
+        if context.layer not in self.steps.states:
+            return
+        assert self._write is not None
+        assert tensors.write is not None
+        x, whole, m = self.steps.at(context.layer, context.rows)
+        counts, size = (m > 0).unsqueeze(-1), context.step or 1.0
+        first = tensors.write
+        if not torch.equal(tensors.state, self._state):
+            first = size * tensors.force.ambient(_point(tensors, self._state))
+        step = (self._write + first).double() / self._radius.unsqueeze(-1).double()
+        step = step - step.mean(-1, keepdim=True) if context.centered else step
+        off = size * tensors.force.ambient(tensors.point) - tensors.write
+        lengths = [torch.linalg.vector_norm(torch.where(counts, each, 0.0)) for each in (off, tensors.write)]
+        step = torch.where(counts, step, 0.0) if bool(lengths[0] <= REPRODUCES * lengths[1]) else step * torch.nan
+        drift_missed, sum_missed = [], []
+        for kind in self.bank.kinds:
+            change, path = kind.along(x, whole).change(1.0), kind.along(x, step)
+            drift_missed.append(missed(change, path.drift, m))
+            sum_missed.append(missed(change, path.change(1.0), m))
+        share = 1 - torch.cat(drift_missed, -1).nanmean(-1)
+        self.keep(context, {"share_first_state": share, "splitting_defect": torch.cat(sum_missed, -1).nanmean(-1).sqrt()})
+
+
+def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
+    """Where the folded force is evaluated for a state: normalized(y) / sqrt(d), or y itself where there is no norm."""
+    if tensors.norm is None:
+        return state
+    normalized = tensors.norm.without_affine()(state)
+    return normalized if isinstance(tensors.norm, UnitNorm) else normalized / math.sqrt(state.shape[-1])
+
+
+class SamplingTerms(_Terms):
+    """Instrument: ``share_sampling`` of the change of probes that drift and Sigma_A:Hess_S phi explain at some tokens
+    of each replicate, and ``sampling_error``, E (Sigma_A:Hess_S phi)^2 over that of the change.
+    """
+
+    name = "sampling_terms"
+    needs = HEADS_NEED
+
+    def __init__(self, steps: BlockSteps, bank: ProbeBank, *, tokens: int, seed: int) -> None:
+        super().__init__(steps, bank)
+        self.tokens, self.seed = tokens, seed
+
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        """Records the terms of the sampled tokens of a layer."""
+        if context.layer not in self.steps.states:
+            return
+        x, step, m = self.steps.at(context.layer, context.rows)
+        chosen, counts = sample_tokens(context, m, self.tokens, seed=self.seed)
+        x, step = (_taken(each, chosen) for each in (x, step))
+        sigma = HeadCovariance.of(context, tensors, chosen, x)
+        m = m.gather(1, chosen) * counts
+        total_missed, noise_alone = [], []
+        for kind in self.bank.kinds:
+            path, noise = kind.along(x, step), kind.under(x, sigma.form, sigma.trace)
+            change = path.change(1.0)
+            total_missed.append(missed(change, path.drift + noise, m))
+            noise_alone.append(missed(change, change - noise, m))
+        errors = {"share_sampling": 1 - torch.cat(total_missed, -1).nanmean(-1)}
+        self.keep(context, errors | {"sampling_error": torch.cat(noise_alone, -1).nanmean(-1)})
+
+
+class HeadCovariance:
+    """The tangent Sigma_A at some tokens, as a quadratic form: no d x d matrix is formed."""
+
+    def __init__(
+        self,
+        covariances: Float[Tensor, "rows tokens heads s s"],
+        output: Float[Tensor, "heads d s"],
+        x: Float[Tensor, "rows tokens d"],
+        scale: Float[Tensor, "rows tokens"],
+    ) -> None:
+        self.covariances, self.output, self.x, self.scale = covariances, output, x, scale
+
+    @classmethod
+    def of(cls, context: ReplayContext, tensors: AttentionTensors, chosen: Tensor, x: Tensor) -> HeadCovariance:
+        """Sigma_A over |y|^2 of chosen queries."""
+        covariances, _ = head_covariances(tensors, chosen)
+        output = centered_output(with_heads(tensors)[2].double(), centered=context.centered)
+        return cls(covariances, output, x, tensors.radius.gather(1, chosen).double() ** -2 / 2)
+
+    @full_precision
+    def form(self, vectors: Float[Tensor, "*rows_tokens k d"]) -> Float[Tensor, "rows tokens k"]:
+        """<w, Sigma w> of vectors (k, d), the same for all tokens, or (rows, tokens, k, d)."""
+        along = (self.x.unsqueeze(-2) * vectors).sum(-1) if vectors.ndim > 2 else self.x @ vectors.mT
+        total = torch.zeros_like(along)
+        for head, output in enumerate(self.output):
+            image = vectors @ output - along.unsqueeze(-1) * (self.x @ output).unsqueeze(-2)
+            total = total + ((image @ self.covariances[:, :, head]) * image).sum(-1)
+        return total * self.scale.unsqueeze(-1)
+
+    @property
+    @full_precision
+    def trace(self) -> Float[Tensor, "rows tokens"]:
+        """tr Sigma on the tangent space."""
+        total = torch.zeros_like(self.scale)
+        for head, output in enumerate(self.output):
+            along, covariance = self.x @ output, self.covariances[:, :, head]
+            whole = (covariance * (output.mT @ output)).sum((-1, -2))
+            total = total + whole - ((along.unsqueeze(-2) @ covariance).squeeze(-2) * along).sum(-1)
+        return total * self.scale
+
+
+def _taken(values: Float[Tensor, "rows n d"], chosen: Tensor) -> Float[Tensor, "rows tokens d"]:
+    return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
