@@ -10,7 +10,7 @@ import xarray as xr
 
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
-from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale
+from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale, RestScale
 from helmscope.types import HelmscopeError, check_measurement
 from support.refusal import refused
 
@@ -39,7 +39,7 @@ def measured(*, missing: bool = False) -> xr.Dataset:
 
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()], ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale(), RestScale()], ids=lambda scale: type(scale).__name__)
 def test_every_entry_is_the_interval_of_its_replicates(scale, missing, confidence):
     data = measured(missing=missing)
     seen = reduce_replicates(data, scale=scale, confidence=confidence)
@@ -66,7 +66,7 @@ def test_the_standard_error_is_in_units_of_the_quantity():
     assert plain.share_stderr.values == pytest.approx(data.share.std("prompt", ddof=1).values / 8**0.5, rel=1e-13)
     # to first order the half-width is t standard errors, on every scale
     narrow = data[["share"]] * 1e-4 + 0.5
-    for scale in (LinearScale(), LogScale(), FisherZScale()):
+    for scale in (LinearScale(), LogScale(), FisherZScale(), RestScale()):
         seen = reduce_replicates(narrow, scale=scale)
         half = (seen.share_high - seen.share_low) / 2
         assert half.values == pytest.approx(2.3646242510102993 * seen.share_stderr.values, rel=1e-4)

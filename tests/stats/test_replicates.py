@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helmscope.stats.replicates import first_value, halves, moments, numbers
-from helmscope.stats.scales import FisherZScale, LinearScale, LogScale
+from helmscope.stats.scales import FisherZScale, LinearScale, LogScale, RestScale
 from helmscope.types import HelmscopeError
 
 NAN = math.nan
 
 
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale(), RestScale()])
 def test_moments_over_the_first_axis_are_those_of_each_column_without_its_nan(scale):
     x = np.random.default_rng(4).uniform(0.1, 0.9, (9, 5))
     x[2, 0] = x[0, 1] = x[3, 1] = NAN
@@ -41,7 +41,7 @@ def test_numbers_come_from_python_numpy_and_torch():
             numbers("values", values)
 
 
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale(), RestScale()])
 def test_a_scale_goes_back_the_way_it_came_and_knows_its_slope(scale):
     x, h = np.array([0.1, 0.5, 0.9]), 1e-6
     y = scale.forward(x)

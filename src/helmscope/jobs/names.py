@@ -135,6 +135,7 @@ MEASUREMENTS = (
     "attention_noise_spectrum",
     "attention_divergence",
     "mlp_jacobian",
+    "generator_test",
     "depth_flow",
     "mlp_projection",
 )

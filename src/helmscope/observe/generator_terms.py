@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.block import Block
 from helmscope.fields.norms import UnitNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.attention_noise import head_covariances, sample_tokens
+from helmscope.observe.generator import step_order
 from helmscope.observe.head_moments import HEADS_NEED, centered_output, with_heads
 from helmscope.observe.track import token_mean
+from helmscope.solve.simulation import Simulation
 from helmscope.types import Instrument, Needs
 
 if TYPE_CHECKING:
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.observe.block_steps import BlockSteps
-    from helmscope.observe.probes import ProbeBank
+    from helmscope.observe.probes import ProbeBank, ScaledStep
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, System
 
+SCALES = tuple(2.0**-k for k in range(7))
+LONGEST = 0.25  # length of the longest step from which orders are extrapolated
 REPRODUCES = 1e-2  # relative distance of the MLP's write from its force, beyond which something else acts on it
 
 
@@ -56,6 +61,20 @@ def missed(
     return over_tokens((change - predicted) ** 2, m) / torch.where(size > 0, size, torch.nan)
 
 
+def short_scales(path: ScaledStep, m: Float[Tensor, "rows n"]) -> list[Float[Tensor, "rows 1 1"]]:
+    """Scales s for which the longest step of a prompt has the length 1/4, and its halves, from which orders in s are
+    extrapolated.
+
+    >>> from helmscope.observe.probes import Cosine
+    >>> x = torch.tensor([[[1.0, 0.0]]])
+    >>> path = Cosine(torch.eye(2), torch.zeros(2)).along(x, 2 * x)
+    >>> [round(s.item(), 5) for s in short_scales(path, torch.ones(1, 1))][:3]
+    [0.125, 0.0625, 0.03125]
+    """
+    longest = torch.where(m > 0, path.square.squeeze(-1), 0.0).amax(-1).sqrt()[:, None, None]
+    return [s * LONGEST / torch.where(longest > 0, longest, 1.0) for s in SCALES]
+
+
 class _Terms(Instrument):
     """Measures predictions of the change of probes by the steps of blocks."""
 
@@ -78,29 +97,36 @@ class SplittingTerms(_Terms):
     name = "splitting_terms"
     needs = Needs.ATTENTION | Needs.ATTENTION_WRITE | Needs.FORCE | Needs.MLP_WRITE
 
+    def __init__(self, steps: BlockSteps, bank: ProbeBank) -> None:
+        super().__init__(steps, bank)
+        self._read: tuple[int, AttentionTensors] | None = None  # what attention read in the layer before its MLP
+
     def refusal(self, system: System) -> str | None:
         """Why a system has no sum of two updates."""
         if isinstance(system, Recording) and system.anatomy.has_cross:
             return f"system has cross-attention, but {self.name} needs blocks of two halves"
+        if isinstance(system, Simulation) and not isinstance(system.field, Block):
+            return f"field is {type(system.field).__name__}, but {self.name} needs a Block of attention and MLP"
         return super().refusal(system)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Remembers the state that attention reads, and its write."""
-        self._state, self._write, self._radius = tensors.state, tensors.write, tensors.radius
+        self._read = context.layer, tensors
 
     @full_precision
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Evaluates the MLP at the first state."""
-        if context.layer not in self.steps.states:
+        layer, attention = self._read or (None, None)
+        if context.layer not in self.steps.states or layer != context.layer or attention is None:
             return
-        assert self._write is not None
+        assert attention.write is not None
         assert tensors.write is not None
         x, whole, m = self.steps.at(context.layer, context.rows)
         counts, size = (m > 0).unsqueeze(-1), context.step or 1.0
         first = tensors.write
-        if not torch.equal(tensors.state, self._state):
-            first = size * tensors.force.ambient(_point(tensors, self._state))
-        step = (self._write + first).double() / self._radius.unsqueeze(-1).double()
+        if not torch.equal(tensors.state, attention.state):
+            first = size * tensors.force.ambient(_point(tensors, attention.state))
+        step = (attention.write + first).double() / attention.radius.unsqueeze(-1).double()
         step = step - step.mean(-1, keepdim=True) if context.centered else step
         off = size * tensors.force.ambient(tensors.point) - tensors.write
         lengths = [torch.linalg.vector_norm(torch.where(counts, each, 0.0)) for each in (off, tensors.write)]
@@ -123,8 +149,10 @@ def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
 
 
 class SamplingTerms(_Terms):
-    """Instrument: ``share_sampling`` of the change of probes that drift and Sigma_A:Hess_S phi explain at some tokens
-    of each replicate, and ``sampling_error``, E (Sigma_A:Hess_S phi)^2 over that of the change.
+    """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate. ``share_sampling`` has
+    it in place of the second moment, ``share_sampled_step`` beside it, as a step with noise would have both,
+    ``sampling_error`` is its mean square over that of the change, and ``order_sampling`` the order in s of the
+    remainder with Sigma_A in place of the second moment.
     """
 
     name = "sampling_terms"
@@ -139,18 +167,28 @@ class SamplingTerms(_Terms):
         if context.layer not in self.steps.states:
             return
         x, step, m = self.steps.at(context.layer, context.rows)
-        chosen, counts = sample_tokens(context, m, self.tokens, seed=self.seed)
+        chosen, counts = sample_tokens(context, m, min(self.tokens, m.shape[1]), seed=self.seed)
         x, step = (_taken(each, chosen) for each in (x, step))
         sigma = HeadCovariance.of(context, tensors, chosen, x)
+        trace = sigma.trace()
         m = m.gather(1, chosen) * counts
-        total_missed, noise_alone = [], []
+        found: dict[str, list[Tensor]] = {name: [] for name in ("in_place", "beside", "alone", "left")}
         for kind in self.bank.kinds:
-            path, noise = kind.along(x, step), kind.under(x, sigma.form, sigma.trace)
+            path, noise = kind.along(x, step), kind.under(x, sigma.form, trace)
             change = path.change(1.0)
-            total_missed.append(missed(change, path.drift + noise, m))
-            noise_alone.append(missed(change, change - noise, m))
-        errors = {"share_sampling": 1 - torch.cat(total_missed, -1).nanmean(-1)}
-        self.keep(context, errors | {"sampling_error": torch.cat(noise_alone, -1).nanmean(-1)})
+            found["in_place"].append(missed(change, path.drift + noise, m))
+            found["beside"].append(missed(change, path.drift + path.second + noise, m))
+            found["alone"].append(missed(change, change - noise, m))
+            rest = [path.change(s) - s * path.drift - s**2 * noise for s in short_scales(path, m)]
+            found["left"].append(torch.stack([missed(change, change - each, m) for each in rest], -1))
+        means = {name: torch.cat(parts, 1).nanmean(1) for name, parts in found.items()}
+        values = {
+            "share_sampling": 1 - means["in_place"],
+            "share_sampled_step": 1 - means["beside"],
+            "sampling_error": means["alone"],
+            "order_sampling": step_order(means["left"].sqrt()),
+        }
+        self.keep(context, values)
 
 
 class HeadCovariance:
@@ -182,7 +220,6 @@ class HeadCovariance:
             total = total + ((image @ self.covariances[:, :, head]) * image).sum(-1)
         return total * self.scale.unsqueeze(-1)
 
-    @property
     @full_precision
     def trace(self) -> Float[Tensor, "rows tokens"]:
         """tr Sigma on the tangent space."""

@@ -23,17 +23,21 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
     share_first_state      T the drifts of both halves at the first state: the MLP's write is evaluated there
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
-    share_sampling         T the drift and Sigma_A:Hess phi, with Sigma_A = (1/2) Cov_P of the values, as if attention
-                           sampled one token
-    sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the error that this adds
+    share_sampling         T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
+                           the values, as if attention sampled one token; share_sampled_step has it beside the second
+                           moment, and errs by exactly Sigma_A:Hess phi more
+    sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error
     remainder              root mean square over tokens and probes of a kind of the remainder after the drift at each s,
                            over that of the change at s = 1; remainder_second_moment after both terms
     order                  its order in s over all probes, the limit for s to 0: 2, and order_second_moment 3, by
-                           construction; extrapolated from steps of which the longest is 1/4, and its halves
+                           construction; order_sampling, with Sigma_A in place of the second moment, stays 2. They are
+                           extrapolated from steps of which the longest is 1/4, and their halves
 
 How to read it. A share near 1 at s = 1 makes "to first order" a statement about the model; orders of 2 and 3 do not, they
 hold for every smooth probe and check the instrument. Second-order terms that improve the share say that steps are
-moderate; if they worsen it, the series does not describe the step at all.
+moderate; if they worsen it, the series does not describe the step at all. share_sampling above share is no evidence of
+noise: on a sphere of many dimensions every tangent second moment shortens <a, x> by half its trace, that of the step
+as well as Sigma_A. share_sampled_step below share_second_moment, and an order of 2, are the test of Sigma_A.
 
 How it fails. A probe that is nearly linear on the scale of a step is explained by any drift; those here are not.
 NaN where no token of a prompt moves. ``share_first_state`` and ``splitting_defect`` need MLPs that add to
@@ -55,7 +59,7 @@ import xarray as xr
 
 from helmscope.observe.block_steps import BlockSteps, steps_refusal
 from helmscope.observe.generator import step_order
-from helmscope.observe.generator_terms import SamplingTerms, SplittingTerms, missed, over_tokens
+from helmscope.observe.generator_terms import SCALES, SamplingTerms, SplittingTerms, missed, over_tokens, short_scales
 from helmscope.observe.probes import ProbeBank, ScaledStep
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -75,8 +79,6 @@ if TYPE_CHECKING:
     from helmscope.types import Instrument, System
     from helmscope.types.progress import ProgressOption
 
-SCALES = tuple(2.0**-k for k in range(7))
-LONGEST = 0.25  # length of the longest step from which orders are extrapolated
 TOKENS = 16  # of each prompt, at which Sigma_A is computed
 BELOW_1 = (-math.inf, 1.0)
 LABELS = {
@@ -85,13 +87,15 @@ LABELS = {
     "share_second_moment": "share that drift and second moment explain",
     "share_of_mean": "share of the change of the mean over tokens that the drift explains",
     "share_first_state": "share that the drifts of both halves at the first state explain",
-    "share_sampling": "share that the drift with Sigma_A as noise explains",
+    "share_sampling": "share that the drift explains with Sigma_A in place of the second moment",
+    "share_sampled_step": "share that drift, second moment and Sigma_A explain",
     "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
     "splitting_defect": "defect of the sum of both updates at the first state, relative",
     "remainder": "remainder after the drift, relative to the change at s = 1",
     "remainder_second_moment": "remainder after drift and second moment, relative",
     "order": "order of the remainder after the drift",
     "order_second_moment": "order of the remainder after drift and second moment",
+    "order_sampling": "order of the remainder with Sigma_A in place of the second moment",
 }
 BOUNDS = {
     **dict.fromkeys((name for name in LABELS if "share" in name), BELOW_1),
@@ -143,16 +147,6 @@ def generator_test(
     return _measurement(values | terms, system, steps, bank, left_out)
 
 
-def test_refusal(system: System) -> str | None:
-    """Why ``generator_test`` cannot be taken of a system, in one sentence; None if it can.
-
-    >>> import helmscope as hs
-    >>> test_refusal(hs.integrate(hs.SA(beta=1.0), torch.eye(2), times=[0.0, 1.0]))
-    'system is a flow, but a generator test needs single layers: integrate with stepper=Layer()'
-    """
-    return steps_refusal(system)
-
-
 def block_values(bank: ProbeBank, x: Tensor, step: Tensor, m: Tensor, permuted: Tensor) -> dict[str, Tensor]:
     """The values of steps at unit vectors x (prompt, token, d) of tokens with weights m, (prompt, ...) each;
     ``permuted`` holds the same steps in another order.
@@ -198,8 +192,7 @@ def _kind_values(path: ScaledStep, permuted: ScaledStep, m: Tensor) -> dict[str,
         return over_tokens(rest**2, m), over_tokens((rest - scale**2 * path.second) ** 2, m)
 
     long = [left(s) for s in SCALES]
-    longest = torch.where(m > 0, path.square.squeeze(-1), 0.0).amax(-1).sqrt()[:, None, None]
-    short = [left(s * LONGEST / torch.where(longest > 0, longest, 1.0)) for s in SCALES]
+    short = [left(s) for s in short_scales(path, m)]
     return {
         "weight": weight,
         "after_drift": weight * torch.stack([each[0] for each in long]),

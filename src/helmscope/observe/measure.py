@@ -14,11 +14,13 @@ from helmscope.observe.attention_divergence import attention_divergence, diverge
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.balance import KernelBalance
+from helmscope.observe.block_steps import steps_refusal
 from helmscope.observe.context_noise import context_noise, context_refusal
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.frozen_token import refusal_of_flow
+from helmscope.observe.generator_test import generator_test
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
@@ -101,6 +103,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
+        FurtherMeasurement("generator_test", _generator_test, (22, 27), steps_refusal),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
@@ -128,6 +131,10 @@ def _context_noise(system: System, *, quick: bool, seed: int, progress: Progress
 
 def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return generator_test(system, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -160,7 +167,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', 'mlp_jacobian', 'mlp_projection']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', 'mlp_jacobian', ..., 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {

@@ -98,8 +98,8 @@ class ProbeKind(ABC):
         """The probes along the scaled step from unit vectors x.
 
         >>> path = Cosine(torch.eye(2), torch.zeros(2)).along(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.5]))
-        >>> path.drift, path.change(1.0)
-        (tensor([0., 0.]), tensor([ 0.0856, -0.0984]))
+        >>> path.change(1.0)
+        tensor([ 0.0857, -0.0983])
         """
         return ScaledStep(self, x, step)
 

@@ -29,6 +29,7 @@ HALF_NAMES = {"mlp": "MLP"}
 FIRST = {
     "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
     "depth_steps": ("median_angle", "update_cosine", "net_angle", "radius"),
+    "generator_test": ("share", "share_second_moment", "kind_share", "splitting_defect", "share_sampled_step"),
     "transport_ratio": ("ratio", "whole_ratio", "relative_step"),
     "effective_beta": ("beta_others", "r_squared_others"),
 }

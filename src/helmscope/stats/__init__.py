@@ -3,8 +3,9 @@
 Replicates are prompts or seeds, never the tokens of one prompt. An interval is computed on the scale on which
 replicates are closest to normal (``LogScale`` for positive quantities, ``FisherZScale`` for cosines) and mapped back,
 so it covers the mean on that scale: the geometric mean under ``LogScale``, tanh E artanh c under ``FisherZScale``.
-``BoundedScale`` clips the interval of a quantity with known bounds, such as a share. Student's t is the default;
-``bootstrap_t`` is for skewed replicates that no scale makes symmetric.
+``RestScale`` is the logarithm of what a share lacks to 1, for shares without a lower bound. ``BoundedScale`` clips the
+interval of a quantity with known bounds, such as a share. Student's t is the default; ``bootstrap_t`` is for skewed
+replicates that no scale makes symmetric.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from helmscope.stats.scales import FisherZScale as FisherZScale
     from helmscope.stats.scales import LinearScale as LinearScale
     from helmscope.stats.scales import LogScale as LogScale
+    from helmscope.stats.scales import RestScale as RestScale
     from helmscope.stats.summary import summary as summary
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -58,7 +58,8 @@ def check_scale(scale: Scale) -> None:
     """
     if not isinstance(scale, Scale):
         raise HelmscopeError(
-            f"scale is {scale!r}, but it must be LinearScale(), LogScale(), FisherZScale() or BoundedScale((0, 1))"
+            f"scale is {scale!r}, but it must be LinearScale(), LogScale(), FisherZScale(), RestScale() or "
+            "BoundedScale((0, 1))"
         )
 
 

@@ -142,6 +142,31 @@ class FisherZScale(Scale):
         return 1.0 - x * x
 
 
+class RestScale(Scale):
+    """-log(1 - x), for shares x < 1 without a lower bound, such as the share that a model explains; the mean on it is 1
+    less the geometric mean of the rests 1 - x, which are positive and skewed.
+
+    >>> round(RestScale().inverse(RestScale().forward(np.array([0.9, 0.999])).mean()), 12)
+    0.99
+    """
+
+    domain = (-math.inf, 1.0)
+
+    def forward(self, x: Numbers) -> Numbers:
+        with np.errstate(divide="ignore"):
+            return -np.log1p(-np.minimum(x, 1.0))
+
+    def inverse(self, y: float) -> float:
+        return -math.expm1(-y) if y > -709 else -math.inf
+
+    def inverse_array(self, y: Numbers) -> Numbers:
+        with np.errstate(over="ignore"):
+            return -np.expm1(-y)
+
+    def slope(self, x: Numbers) -> Numbers:
+        return 1.0 - x
+
+
 ROUNDING = 1e-3  # tolerated excess, from the rounding of a share or of token norms; a larger one is a mistake
 
 

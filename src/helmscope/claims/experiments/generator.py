@@ -11,6 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
+from helmscope.claims.generator_shares import generator_on_model
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.mlp import MLP
@@ -41,7 +42,7 @@ class Remainders(NamedTuple):
         return (step_order(self.values) - self.power).abs().flatten()
 
 
-@experiment("generator", seconds=3)
+@experiment("generator", seconds={"simulation": 3, "model": 40})
 def generator(case: TrialCase) -> Finding:
     """The remainder of phi(x + s Delta) - phi(x) after s Delta.grad phi + s^2 (Delta Delta^T / 2):Hess phi is of order
     s^3, after the drift alone of order s^2, and with Sigma_A in place of Delta Delta^T / 2 it stays of order s^2. Two
@@ -53,7 +54,15 @@ def generator(case: TrialCase) -> Finding:
 
     Attention (V = I) and MLP act on random clouds of unit vectors, and the probes are sin <a, y> + e^<b, y> with random
     a and b. Every pair of a state and a probe is one input; orders are limits, by extrapolation to step 0.
+
+    On a model Delta is the recorded update of every block over the length of its state, the probes are those of
+    ``observe.probes``, and the share of their change that the drift explains at s = 1 decides.
     """
+    return generator_in_simulation(case) if case.subject.is_simulation else generator_on_model(case)
+
+
+def generator_in_simulation(case: TrialCase) -> Finding:
+    """The finding of generator in simulation."""
     scales = case.constant("scales")
     skewed_steps, even_steps = case.constant("skewed_epsilons"), case.constant("symmetric_epsilons")
     x = retract(case.normal(case.count(64, quick=32), case.constant("tokens"), case.constant("dim"), stream=0))
