@@ -1,5 +1,5 @@
-"""The generator test against closed forms on the circle, plain loops, explicit matrices and the modules of a model; with
-planted layers, and the coverage of its intervals.
+"""The generator test against closed forms on the circle, plain loops, explicit matrices and the modules of a model;
+with planted layers, and the coverage of its intervals.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def layers(field: hs.fields.Field, x: torch.Tensor, steps: int = 1, h: float = 1
 
 @pytest.mark.parametrize("angle", [0.05, 0.8, 2.0])
 def test_a_rotation_of_the_circle_misses_a_quotient_of_bessel_functions(angle: float) -> None:
-    """phi = e^(kappa cos t), x' turned by a: E C^2 = 2 I0(2k) - 2 I0(2k c) with c = cos(a/2), E T^2 = k sin^2 a I1(2k) / 2
-    and E C T = k sin a sin(a/2) I1(2k c).
+    """phi = e^(kappa cos t), x' turned by a: E C^2 = 2 I0(2k) - 2 I0(2k c) with c = cos(a/2), E C T = k sin a sin(a/2)
+    I1(2k c) and E T^2 = k sin^2 a I1(2k) / 2.
     """
     kappa, turn = 1.7, torch.arange(64, dtype=F64) * 2 * math.pi / 64
     x = torch.stack([turn.cos(), turn.sin()], -1)[None]
@@ -65,9 +65,7 @@ def test_values_are_those_of_plain_loops() -> None:
     """Tokens with weights, one of them the first, on S^3 under two layers of a block."""
     x = hs.Uniform(5, 4).sample(2, seed=3)
     weights = torch.tensor([[1.0, 1.0, 2.0, 0.5, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]], dtype=F64)
-    run = hs.integrate(
-        hs.Block(hs.SA(2.0), mlp(4)), x, times=[0.0, 1.0, 2.0], stepper=hs.Layer(), weights=weights
-    )
+    run = hs.integrate(hs.Block(hs.SA(2.0), mlp(4)), x, times=[0.0, 1.0, 2.0], stepper=hs.Layer(), weights=weights)
     bank = ProbeBank.of(run, seed=1)
     found = generator_test(run, bank=bank)
     assert found.share.dims == ("time", "system")
@@ -204,9 +202,7 @@ def test_a_model_against_its_own_modules() -> None:
         y, end = recording.stream(depth=2 * layer), recording.stream(depth=2 * layer + 2)
         with torch.no_grad():
             writes = recording.stream(depth=2 * layer + 1) - y + block.mlp(block.ln_2(y))
-        x, after, first = (
-            retract(each - each.mean(-1, keepdim=True))[:, 1:] for each in (y, end, y + writes)
-        )
+        x, after, first = (retract(each - each.mean(-1, keepdim=True))[:, 1:] for each in (y, end, y + writes))
         change = bank(after) - bank(x)
         weight = 1 / change.square().mean(1)
         missed = (change - bank(first) + bank(x)).square().mean(1) * weight
@@ -271,8 +267,8 @@ def test_a_resumed_recording_has_the_blocks_after_its_first_depth() -> None:
 
 
 def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> None:
-    """Prompts of a few random tokens under one random layer: 320 trials of 32 prompts on the scale of the trial, against
-    the mean of all prompts.
+    """Prompts of a few random tokens under one random layer: 320 trials of 32 prompts on the scale of the trial,
+    against the mean of all prompts.
     """
     x, scale = hs.Uniform(8, 16).sample(32 * 320, seed=4), RestScale()
     shares = generator_test(layers(mlp(16, 0.6), x)).share.values[0]
@@ -287,14 +283,20 @@ def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> N
     ("call", "said"),
     [
         (lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[0.0, 1.0])), "system is a flow, but"),
-        (lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), bank=[]), "bank is a list, but it must be a ProbeBank"),
+        (
+            lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), bank=[]),
+            "bank is a list, but it must be a ProbeBank",
+        ),
         (lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), tokens=0), "tokens is 0"),
         (lambda: generator_test(hs.Uniform(3, 3)), "system is Uniform"),
         (
             lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[0.0, 2.0], stepper=hs.Layer())),
             "times are 2 apart, but a generator test needs every layer: times 1 apart",
         ),
-        (lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[1.0], stepper=hs.Layer())), "1 stored time"),
+        (
+            lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[1.0], stepper=hs.Layer())),
+            "1 stored time",
+        ),
         (
             lambda: generator_test(
                 layers(hs.Block(hs.SA(1.0), mlp(3), placement=hs.fields.NoNorm()), torch.eye(3).double())

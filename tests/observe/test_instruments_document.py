@@ -1,4 +1,4 @@
-"""The Python blocks of docs/instruments.md run, and its table names every measurement."""
+"""The Python blocks of docs/instruments.md and docs/instruments_flow.md run, and the table names every measurement."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 
 from helmscope.observe import measurement_names
 
-TEXT = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text(encoding="utf8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "instruments.md").read_text(encoding="utf8")
+
+
+def run_blocks(file: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / file).read_text(encoding="utf8"), re.S):
+        exec(compile(code, file, "exec"), names)
+    return names
 
 
 def test_the_blocks_run() -> None:
-    names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(code, "instruments.md", "exec"), names)
+    names = run_blocks("instruments.md")
     assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection"}  # which needs four prompts
     assert names["means"].attrs["n"] == 3
     assert 0.5 < names["largest"] < 1.5
@@ -23,6 +29,15 @@ def test_the_blocks_run() -> None:
     assert names["worst"].shape == (3,)
     assert 0 < names["over_the_whole_depth"] <= 1
     assert names["page"].axes
+
+
+def test_the_blocks_about_flows_run() -> None:
+    names = run_blocks("instruments_flow.md")
+    assert 0.5 < names["median_share"] < 0.9
+    assert names["by_kind"].shape == (12, 5)
+    assert names["values"].shape[-1] == len(names["bank"]) == 40
+    assert names["rates"].shape == (8,)
+    assert names["figure"].axes
 
 
 def test_every_measurement_has_a_place_in_the_table() -> None:

@@ -47,16 +47,16 @@ def test_many_instruments_take_one_replay(monkeypatch):
 def test_without_names_it_takes_what_the_system_can_serve():
     of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow"}
     of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
-    of_models = {"context_noise"}
-    assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models == set(measurement_names())
-    of_attention = set(measurement_names()) - of_states - of_mlp - of_models
+    of_models, of_layers = {"context_noise"}, {"generator_test"}
+    assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models | of_layers == set(measurement_names())
+    of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_layers
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
     assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) | {"mlp_projection"} == of_mlp | of_states
     long = hs.Block(
         hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
-    assert "kernel_statistics" in hs.measure(layered)
+    assert {"kernel_statistics", "generator_test"} <= set(hs.measure(layered))
     assert "drift_and_swirl" not in hs.measure(layered)
     with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
         hs.drift_and_swirl(layered)

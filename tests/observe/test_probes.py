@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertModel, CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import (
+    BertConfig,
+    BertModel,
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+)
 from transformers import LlamaForCausalLM as Llama
 
 import helmscope as hs

@@ -39,7 +39,9 @@ def measured(*, missing: bool = False) -> xr.Dataset:
 
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale(), RestScale()], ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize(
+    "scale", [LinearScale(), LogScale(), FisherZScale(), RestScale()], ids=lambda scale: type(scale).__name__
+)
 def test_every_entry_is_the_interval_of_its_replicates(scale, missing, confidence):
     data = measured(missing=missing)
     seen = reduce_replicates(data, scale=scale, confidence=confidence)

@@ -147,8 +147,8 @@ def generator_on_model(case: TrialCase) -> Finding:
         described=_described(own),
         data=_curves(own),
         remark=_remark(own, silent, small_steps_premise(case)),
-        setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token left "
-        f"out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",
+        setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token "
+        f"left out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",
     )
 
 
@@ -204,8 +204,8 @@ def _remark(own: BlockShares, silent: BlockShares, premise: str) -> str:
         )
     if own.median("sampling_error") is not None:
         sentences.append(
-            f"Sigma_A:Hess phi, which deterministic attention lacks, would add {own.span('sampling_error')} of the mean "
-            "squared change."
+            f"Sigma_A:Hess phi, which deterministic attention lacks, would add {own.span('sampling_error')} of the "
+            "mean squared change."
         )
     if silent.blocks("share"):
         sentences.append(

@@ -56,7 +56,9 @@ def few_logits(model: Any, ids: Int[Tensor, " token"]) -> Iterator[None]:
 
 
 @full_precision
-def head_on_directions(recording: Recording) -> tuple[Float[Tensor, "vocabulary d"], Float[Tensor, " vocabulary"]] | None:
+def head_on_directions(
+    recording: Recording,
+) -> tuple[Float[Tensor, "vocabulary d"], Float[Tensor, " vocabulary"]] | None:
     """W and b with logits W x + b at the direction x of the last state, from the linear head and the norm before it,
     up to the epsilon of that norm; None for a model without such a head or norm, for a post-norm model, and where W and
     b do not reproduce the model's logits, since it scales or caps them.

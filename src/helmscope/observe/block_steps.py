@@ -83,9 +83,7 @@ class BlockSteps:
         counts = (m > 0).unsqueeze(-1)
         axis = torch.zeros_like(self.path.states[before, rows], dtype=torch.float64)
         axis[..., 0] = 1.0
-        x, end = (
-            retract(torch.where(counts, self.path.states[k, rows].double(), axis)) for k in (before, after)
-        )
+        x, end = (retract(torch.where(counts, self.path.states[k, rows].double(), axis)) for k in (before, after))
         step = end - x
         if self.path.radius is not None:
             start, length = (self.path.radius[k, rows].double() for k in (before, after))
@@ -145,5 +143,7 @@ def steps_refusal(system: System) -> str | None:
         return "system has 1 stored time, but a generator test needs the states before and after a layer"
     gaps = system.times.diff()
     if bool(((gaps - stepper.h).abs() > 1e-9 * stepper.h).any()):
-        return f"times are {float(gaps.max()):g} apart, but a generator test needs every layer: times {stepper.h:g} apart"
+        return (
+            f"times are {float(gaps.max()):g} apart, but a generator test needs every layer: times {stepper.h:g} apart"
+        )
     return None

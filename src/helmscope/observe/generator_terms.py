@@ -5,8 +5,8 @@ state belongs to a(y) + m(y); the difference is the splitting defect, a commutat
 Sigma_A = (1/2) sum_h T W_O^h Cov_P W_O^hT T / |y|^2 is the covariance of attention if one token were sampled (mode A of
 ``attention_noise``), T the projector to the tangent space; attention is deterministic, and has no such term.
 
-Of a change C_i of a probe at the tokens i of a prompt, a prediction T_i explains 1 - E (C - T)^2 / E C^2, with E the mean
-over tokens, whatever the scale of the probe; a share of several probes is the mean of theirs.
+Of a change C_i of a probe at the tokens i of a prompt, a prediction T_i explains 1 - E (C - T)^2 / E C^2, with E the
+mean over tokens, whatever the scale of the probe; a share of several probes is the mean of theirs.
 """
 
 from __future__ import annotations
@@ -137,14 +137,16 @@ class SplittingTerms(_Terms):
             drift_missed.append(missed(change, path.drift, m))
             sum_missed.append(missed(change, path.change(1.0), m))
         share = 1 - torch.cat(drift_missed, -1).nanmean(-1)
-        self.keep(context, {"share_first_state": share, "splitting_defect": torch.cat(sum_missed, -1).nanmean(-1).sqrt()})
+        self.keep(
+            context, {"share_first_state": share, "splitting_defect": torch.cat(sum_missed, -1).nanmean(-1).sqrt()}
+        )
 
 
 def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
     """Where the folded force is evaluated for a state: normalized(y) / sqrt(d), or y itself where there is no norm."""
     if tensors.norm is None:
         return state
-    normalized = tensors.norm.without_affine()(state)
+    normalized: Tensor = tensors.norm.without_affine()(state)
     return normalized if isinstance(tensors.norm, UnitNorm) else normalized / math.sqrt(state.shape[-1])
 
 

@@ -15,11 +15,11 @@ the tokens of a prompt, a prediction T of C explains the share
 of the changes of the probes p, each of which counts the same, whatever its scale: 1 where the prediction is exact, 0
 where 0 predicts as well, below 0 where it is worse. The first token, the usual attention sink, is left out.
 
-    share                  T = <grad phi, D>, the drift at s = 1; kind_share has it by kind of probe, and share_null with
-                           the steps D permuted over the tokens of a prompt
+    share                  T = <grad phi, D>, the drift at s = 1; kind_share has it by kind of probe, and share_null
+                           with the steps D permuted over the tokens of a prompt
     share_second_moment    drift and second moment
-    share_of_mean          1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of the
-                           mean of a probe over the cloud, in which what tokens do in different directions cancels
+    share_of_mean          1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of
+                           the mean of a probe over the cloud, in which what tokens do in different directions cancels
     share_first_state      T the drifts of both halves at the first state: the MLP's write is evaluated there
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
@@ -33,8 +33,8 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
                            construction; order_sampling, with Sigma_A in place of the second moment, stays 2. They are
                            extrapolated from steps of which the longest is 1/4, and their halves
 
-How to read it. A share near 1 at s = 1 makes "to first order" a statement about the model; orders of 2 and 3 do not, they
-hold for every smooth probe and check the instrument. Second-order terms that improve the share say that steps are
+How to read it. A share near 1 at s = 1 makes "to first order" a statement about the model; orders of 2 and 3 do not,
+they hold for every smooth probe and check the instrument. Second-order terms that improve the share say that steps are
 moderate; if they worsen it, the series does not describe the step at all. share_sampling above share is no evidence of
 noise: on a sphere of many dimensions every tangent second moment shortens <a, x> by half its trace, that of the step
 as well as Sigma_A. share_sampled_step below share_second_moment, and an order of 2, are the test of Sigma_A.
@@ -51,7 +51,7 @@ the covariance of the values at ``tokens`` tokens of each prompt.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -117,10 +117,10 @@ def generator_test(
     over (layer, prompt), ``kind_share`` over (layer, prompt, kind), remainders over (layer, prompt, scale, kind).
 
     ``bank`` holds the probes, by default ``ProbeBank.of(system, seed=seed)``. Everything but Sigma_A is a mean over all
-    tokens that count, without the first unless ``first_token``; Sigma_A is computed at ``tokens`` tokens of each prompt,
-    drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a simulation
-    that is no sequence of single layers without noise, for states that are not finite, and for a radius of 0, with
-    prompt, layer and token.
+    tokens that count, without the first unless ``first_token``; Sigma_A is computed at ``tokens`` tokens of each
+    prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a
+    simulation that is no sequence of single layers without noise, for states that are not finite, and for a radius of 0,
+    with prompt, layer and token.
 
     >>> import helmscope as hs
     >>> turn = hs.MLP(w_in=torch.eye(2), w_out=0.01 * torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
@@ -230,7 +230,7 @@ def _measurement(
     axes = (system.layer_axis, system.replicate)
     further = {"kind_share": ("kind",), "remainder": ("scale", "kind"), "remainder_second_moment": ("scale", "kind")}
     data = {name: ((*axes, *further.get(name, ())), value) for name, value in values.items()}
-    coords = {axes[0]: steps.coordinates, axes[1]: np.arange(values["share"].shape[1])}
+    coords: dict[str, Any] = {axes[0]: steps.coordinates, axes[1]: np.arange(values["share"].shape[1])}
     coords |= {"scale": np.array(SCALES), "kind": list(bank.names)}
     coords |= identity_coordinates(axes[1], steps.path.identities)
     measured = with_bounds(xr.Dataset(data, coords), BOUNDS)

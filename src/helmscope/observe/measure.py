@@ -103,7 +103,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
-        FurtherMeasurement("generator_test", _generator_test, (22, 27), steps_refusal),
+        FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )

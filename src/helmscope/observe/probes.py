@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -298,7 +298,7 @@ class ProbeBank:
             raise HelmscopeError(f"points is {shown}, but it must be a tensor of unit vectors, (k, d)")
         per_kind, dim = check_integer("per_kind", per_kind, at_least=2), points.shape[-1]
         draw = torch.Generator("cpu").manual_seed(check_seed(seed))
-        options = {"generator": draw, "dtype": torch.float64, "device": "cpu"}
+        options: dict[str, Any] = {"generator": draw, "dtype": torch.float64, "device": "cpu"}
 
         def tokens(count: int) -> Tensor:
             order = torch.randint(len(points), (count,), generator=draw, device="cpu")
