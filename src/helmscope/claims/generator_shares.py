@@ -1,4 +1,4 @@
-"""The trial of generator on a model: the share of the change of probes that the drift of every block explains."""
+"""What the trial of generator on a model reports: the shares of the change of probes that every block explains."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ import xarray as xr
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
-from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
-from helmscope.claims.small_steps import SILENT, silenced, small_steps_premise
-from helmscope.observe.generator_test import generator_test
-from helmscope.observe.probes import ProbeBank
 from helmscope.stats.scales import PLAIN, RestScale, Scale
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
-    from helmscope.claims.registry import TrialCase
 
 LEAST_REST = 1e-15  # rounding of a share of 1
-NOTHING = "no token moves, and without a change of probes there is no share to explain"
+NOTHING_MOVES = "no token moves, and without a change of probes there is no share to explain"
 UNSPLIT = "there is no splitting defect, since the halves of a block do not add to the state that attention reads"
 DESCRIBED = {
     "share": "share of the drift",
@@ -73,7 +67,7 @@ class BlockShares:
         """
         blocks = self.blocks(name)
         if not blocks:
-            return PremiseImpossible(NOTHING)
+            return PremiseImpossible(NOTHING_MOVES)
         return EverySample(list(blocks.values()), "prompts", list(blocks), scale)
 
     def shares(self, name: str) -> Evidence:
@@ -110,105 +104,84 @@ class BlockShares:
         least, most = min(means, key=lambda block: means[block]), max(means, key=lambda block: means[block])
         return f"{means[least]:.3g} ({least}) to {means[most]:.3g} ({most})"
 
+    def splitting(self) -> Evidence:
+        """The splitting defect, the median over blocks, or that there is none.
 
-def generator_on_model(case: TrialCase) -> Finding:
-    """The finding of generator on a model.
+        >>> BlockShares(xr.Dataset()).splitting().reason[:28]
+        'there is no splitting defect'
+        """
+        values = self.median("splitting_defect")
+        return PremiseImpossible(UNSPLIT) if values is None else Replicates(values, "prompts")
 
-    >>> from helmscope.claims.registry import registered_case
-    >>> from helmscope.models.subject import Subject
-    >>> case = registered_case("generator", subject=Subject("A", ["Once upon a time."]))
-    >>> generator_on_model(case).evidence.reason[:36]
-    'the claim needs 32 different texts, '
-    """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
-    recording = case.subject.recording_of(prompts.texts)
-    options = {
-        "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
-        "tokens": case.constant("sampled_tokens"),
-        "seed": case.seed_for(1),
-    }
-    own = BlockShares(generator_test(recording, **options))
-    silent = BlockShares(generator_test(silenced(recording), **options))
-    if not own.blocks("share"):
-        return Finding.impossible(NOTHING)
-    return Finding(
-        shortage=prompts.alike,
-        evidence={"share of the drift": own.shares("share"), "splitting defect": _splitting(own)},
-        controls={
-            "order on the model": own.every_block("order_second_moment"),
-            "updates permuted over tokens": own.shares("share_null"),
-            SILENT: silent.shares("share"),
-        },
-        described=_described(own),
-        data=_curves(own),
-        remark=_remark(own, silent, small_steps_premise(case)),
-        setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token "
-        f"left out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",
-    )
+    def described(self) -> dict[str, Evidence]:
+        """What is reported and not judged.
 
+        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7]])}, {"layer": [0]})
+        >>> list(BlockShares(shares).described())
+        ['share of the drift, median over blocks']
+        """
+        medians = {label: self.median(name) for name, label in DESCRIBED.items()}
+        return {
+            f"{label}, median over blocks": Replicates(values, "prompts")
+            for label, values in medians.items()
+            if values is not None
+        }
 
-def _splitting(own: BlockShares) -> Evidence:
-    values = own.median("splitting_defect")
-    return PremiseImpossible(UNSPLIT) if values is None else Replicates(values, "prompts")
+    def curves(self) -> xr.Dataset:
+        """The remainders over s, medians over blocks, and what the drift misses by block, with one line per kind.
 
-
-def _described(own: BlockShares) -> dict[str, Evidence]:
-    medians = {label: own.median(name) for name, label in DESCRIBED.items()}
-    return {
-        f"{label}, median over blocks": Replicates(values, "prompts")
-        for label, values in medians.items()
-        if values is not None
-    }
-
-
-def _curves(own: BlockShares) -> xr.Dataset:
-    """The remainders over s, medians over blocks, and what the drift misses by block, with one line per kind."""
-    measured, kinds = own.measured, [str(kind) for kind in own.measured.kind.values]
-    labels = {"remainder": "after the drift", "remainder_second_moment": "after drift and second moment"}
-    curves = [
-        curve(
-            name,
-            measured[name].median("layer").transpose("prompt", "scale", "kind").values,
-            {"halvings of s": range(measured.sizes["scale"]), "kind": kinds},
-            label=f"remainder {label}, over the change",
+        >>> import helmscope as hs
+        >>> recording = hs.record("A", ["Once upon a time there was a cat.", "The dog ran home to eat."])
+        >>> BlockShares(hs.observe.generator_test(recording)).curves().missed.dims
+        ('prompt', 'block', 'kind')
+        """
+        measured, kinds = self.measured, [str(kind) for kind in self.measured.kind.values]
+        labels = {"remainder": "after the drift", "remainder_second_moment": "after drift and second moment"}
+        curves = [
+            curve(
+                name,
+                measured[name].median("layer").transpose("prompt", "scale", "kind").values,
+                {"halvings of s": range(measured.sizes["scale"]), "kind": kinds},
+                label=f"remainder {label}, over the change",
+                log=True,
+                over="prompt",
+            )
+            for name, label in labels.items()
+        ]
+        missed = curve(
+            "missed",
+            1 - measured.kind_share.transpose("prompt", "layer", "kind").values,
+            {"block": self.layers, "kind": kinds},
+            label="share of the change that the drift misses",
             log=True,
             over="prompt",
         )
-        for name, label in labels.items()
-    ]
-    missed = curve(
-        "missed",
-        1 - measured.kind_share.transpose("prompt", "layer", "kind").values,
-        {"block": own.layers, "kind": kinds},
-        label="share of the change that the drift misses",
-        log=True,
-        over="prompt",
-    )
-    return xr.merge([*curves, missed], join="outer")
+        return xr.merge([*curves, missed], join="outer")
 
+    def remark(self, silent: BlockShares) -> str:
+        """The measured values in sentences; ``silent`` has blocks that write nothing.
 
-def _remark(own: BlockShares, silent: BlockShares, premise: str) -> str:
-    sentences = [
-        f"The share of the drift runs from {own.span('share')}, with the second moment from "
-        f"{own.span('share_second_moment')}; permuted updates have {own.span('share_null')}."
-    ]
-    if own.median("splitting_defect") is not None:
-        sentences.append(
-            f"The drifts of both halves at the first state explain {own.span('share_first_state')}, and the splitting "
-            f"defect is {own.span('splitting_defect')} of the change."
-        )
-    if own.median("sampling_error") is not None:
-        sentences.append(
-            f"Sigma_A:Hess phi, which deterministic attention lacks, would add {own.span('sampling_error')} of the "
-            "mean squared change."
-        )
-    if silent.blocks("share"):
-        sentences.append(
-            f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('share')}."
-        )
-    return " ".join([*sentences, premise])
+        >>> names = ("share", "share_second_moment", "share_null")
+        >>> shares = xr.Dataset({name: (("layer", "prompt"), [[0.5, 0.7]]) for name in names}, {"layer": [0]})
+        >>> BlockShares(shares).remark(BlockShares(shares * np.nan))
+        'The share of the drift runs from 0.6 (block 0) to 0.6 (block 0), with the second moment from ...'
+        """
+        sentences = [
+            f"The share of the drift runs from {self.span('share')}, with the second moment from "
+            f"{self.span('share_second_moment')}; permuted updates have {self.span('share_null')}."
+        ]
+        if self.median("splitting_defect") is not None:
+            sentences.append(
+                f"The drifts of both halves at the first state explain {self.span('share_first_state')}, and the "
+                f"splitting defect is {self.span('splitting_defect')} of the change."
+            )
+        if self.median("sampling_error") is not None:
+            sentences.append(
+                f"Sigma_A:Hess phi, which deterministic attention lacks, would add {self.span('sampling_error')} of "
+                "the mean squared change."
+            )
+        if silent.blocks("share"):
+            sentences.append(
+                f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('share')}."
+            )
+        return " ".join(sentences)

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
+    from helmscope.observe.generator import limit_at_zero as limit_at_zero
     from helmscope.observe.generator import sphere_generator as sphere_generator
+    from helmscope.observe.generator import step_order as step_order
     from helmscope.observe.generator_test import generator_test as generator_test
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance

@@ -119,8 +119,8 @@ def generator_test(
     ``bank`` holds the probes, by default ``ProbeBank.of(system, seed=seed)``. Everything but Sigma_A is a mean over all
     tokens that count, without the first unless ``first_token``; Sigma_A is computed at ``tokens`` tokens of each
     prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a
-    simulation that is no sequence of single layers without noise, for states that are not finite, and for a radius of 0,
-    with prompt, layer and token.
+    simulation that is no sequence of single layers without noise, for states that are not finite, and for a radius of
+    0, with prompt, layer and token.
 
     >>> import helmscope as hs
     >>> turn = hs.MLP(w_in=torch.eye(2), w_out=0.01 * torch.tensor([[0.0, -1.0], [1.0, 0.0]]))

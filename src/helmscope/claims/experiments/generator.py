@@ -11,13 +11,17 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
-from helmscope.claims.generator_shares import generator_on_model
+from helmscope.claims.generator_shares import NOTHING_MOVES, BlockShares
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.attention import SA
 from helmscope.fields.mlp import MLP
 from helmscope.geometry.sphere import retract
 from helmscope.observe.diffusion import token_sampling_covariance
 from helmscope.observe.generator import ambient_generator, limit_at_zero, step_order
+from helmscope.observe.generator_test import generator_test
+from helmscope.observe.probes import ProbeBank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +46,7 @@ class Remainders(NamedTuple):
         return (step_order(self.values) - self.power).abs().flatten()
 
 
-@experiment("generator", seconds={"simulation": 3, "model": 40})
+@experiment("generator", seconds={"simulation": 3, "model": 60})
 def generator(case: TrialCase) -> Finding:
     """The remainder of phi(x + s Delta) - phi(x) after s Delta.grad phi + s^2 (Delta Delta^T / 2):Hess phi is of order
     s^3, after the drift alone of order s^2, and with Sigma_A in place of Delta Delta^T / 2 it stays of order s^2. Two
@@ -107,6 +111,40 @@ def generator_in_simulation(case: TrialCase) -> Finding:
         remark=f"Mean orders: {', '.join(mean_orders)}.",
         setting=f"simulation: {x.shape[1]} clouds of {x.shape[2]} unit vectors in R^{x.shape[3]}, SA at beta = "
         f"{attention.beta:g} and an MLP with random weights, {len(x)} probes sin <a, x> + e^<b, x>",
+    )
+
+
+def generator_on_model(case: TrialCase) -> Finding:
+    """The finding of generator on a model."""
+    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
+    options = {
+        "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
+        "tokens": case.constant("sampled_tokens"),
+        "seed": case.seed_for(1),
+    }
+    own = BlockShares(generator_test(recording, **options))
+    silent = BlockShares(generator_test(silenced(recording), **options))
+    if not own.blocks("share"):
+        return Finding.impossible(NOTHING_MOVES)
+    return Finding(
+        shortage=prompts.alike,
+        evidence={"share of the drift": own.shares("share"), "splitting defect": own.splitting()},
+        controls={
+            "order on the model": own.every_block("order_second_moment"),
+            "updates permuted over tokens": own.shares("share_null"),
+            "blocks that write nothing": silent.shares("share"),
+        },
+        described=own.described(),
+        data=own.curves(),
+        remark=f"{own.remark(silent)} {small_steps_premise(case)}",
+        setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token "
+        f"left out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",
     )
 
 
