@@ -1,12 +1,16 @@
-"""The trials of generator, mobility and attention-diffuses: verdicts, closed forms, and faults they must detect."""
+"""The trials of generator, mobility and attention-diffuses: verdicts, closed forms, and faults they must detect; that
+of generator on planted models too.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.experiments import attention_diffuses, generator, mobility
 from helmscope.claims.registry import registered_case
@@ -16,9 +20,12 @@ from helmscope.geometry.sphere import retract, tangent_basis
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
+from helmscope.models.subject import Subject
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator
+from helmscope.observe.generator import ambient_generator, step_order
+from helmscope.observe.probes import ScaledStep
 from helmscope.types import Ruling
+from support.trials import failures, interval, named, rulings
 
 F64 = torch.float64
 EXPECTED = {
@@ -86,7 +93,7 @@ def test_symmetric_noise_of_the_same_covariance_errs_by_a_multiple_of_eps() -> N
 
 def test_the_order_of_a_power_with_higher_terms_is_its_limit() -> None:
     h = torch.tensor([2.0**-k for k in range(7)], dtype=F64)
-    assert generator.order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
+    assert step_order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
 
 
 def test_a_second_moment_that_is_twice_too_large_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +181,84 @@ def test_sentences_name_the_statistic_and_both_signs_of_v() -> None:
     assert "For V = +I the slope is -0.7" in sentence
     assert "For V = -I it is 0.7" in sentence
     assert try_claim("mobility", quick=True).verdict.sentence.startswith("Refuted (antisymmetric share): 0.13")
+
+
+TEXTS = [
+    [first, *row]
+    for first, row in enumerate(torch.randint(40, (40, 12), generator=torch.Generator().manual_seed(7)).tolist())
+]
+NAME = "share of the drift"
+
+
+@functools.cache
+def model_trial(radius: float, size: float = 0.3, texts: int = 40) -> Trial:
+    """The trial on a model whose embeddings have about this radius; its blocks write about 1 if ``size`` is 0.3."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0,
+        initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "wte" in name or "wpe" in name:
+                parameter.mul_(radius)
+            elif "c_proj" in name:
+                parameter.mul_(size / 0.3)
+    return try_claim("generator", quick=True, subject=Subject(model, TEXTS[:texts]))
+
+
+def test_small_updates_are_explained_by_their_drift() -> None:
+    verdict = model_trial(300.0).verdict
+    assert verdict.ruling is Ruling.SUPPORTED, verdict.sentence
+    assert not failures(verdict)
+    assert interval(verdict, NAME).low > 0.95
+    assert interval(verdict, "order on the model").estimate == pytest.approx(3, abs=0.01)
+    assert interval(verdict, "updates permuted over tokens").high < 0.5
+    assert rulings(verdict)["blocks that write nothing"] is Ruling.IMPOSSIBLE
+    assert rulings(verdict)["splitting defect"] is Ruling.DESCRIBED
+    assert interval(verdict, "splitting defect").high < 0.2
+    assert "Premise: small-steps is" in verdict.sentence
+
+
+def test_large_updates_are_not() -> None:
+    trial = model_trial(1.0)
+    verdict = trial.verdict
+    assert verdict.ruling is Ruling.REFUTED, verdict.sentence
+    assert failures(verdict) == {NAME}
+    assert interval(verdict, NAME).high < 0.8
+    assert "with the second moment from" in verdict.sentence
+    assert trial.data.remainder.dims == ("prompt", "halvings of s", "kind")
+    assert trial.data.missed.sizes["block"] == 2
+    assert set(trial.data.kind.values) == {"exponential", "pole", "cosine", "tanh", "lens"}
+    slopes = np.log2(trial.data.remainder[:, :-1].values / trial.data.remainder[:, 1:].values)
+    np.testing.assert_allclose(slopes[:, -1], 2, atol=0.1)
+    assert trial.plot().axes
+
+
+def test_blocks_that_write_nothing_and_few_texts_have_no_ruling() -> None:
+    silent = model_trial(300.0, 0.0).verdict
+    assert silent.ruling is Ruling.IMPOSSIBLE
+    assert silent.sentence.startswith("No token moves")
+    few = model_trial(300.0, texts=8).verdict
+    assert few.ruling is Ruling.INCONCLUSIVE
+    assert "needs 32 different texts" in few.sentence
+
+
+def test_a_post_norm_model_has_a_share_and_no_splitting_defect() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).eval()
+    verdict = try_claim("generator", quick=True, subject=Subject(model, TEXTS)).verdict
+    assert verdict.ruling is Ruling.REFUTED, verdict.sentence
+    assert named(verdict, "splitting defect").basis.startswith("there is no splitting defect")
+    assert "gain and bias of its norm undone" in verdict.setting
+
+
+def test_half_of_the_second_moment_fails_the_control_of_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ScaledStep.second.func
+    monkeypatch.setattr(ScaledStep, "second", property(lambda self: whole(self) / 2))
+    verdict = model_trial.__wrapped__(300.0).verdict
+    assert failures(verdict) == {"order on the model"}
+    assert verdict.ruling is Ruling.INCONCLUSIVE
+    assert interval(verdict, "order on the model").estimate == pytest.approx(2, abs=0.1)

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/instruments.md and docs/instruments_flow.md run, and the table names every measurement."""
+"""The Python blocks of docs/instruments.md and its pages run, and the table names every measurement."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "instruments.md").read_text(encoding="utf8")
 
 
-def test_the_blocks_run() -> None:
+def run_blocks(file: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(code, "instruments.md", "exec"), names)
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / file).read_text(encoding="utf8"), re.S):
+        exec(compile(code, file, "exec"), names)
+    return names
+
+
+def test_the_blocks_run() -> None:
+    names = run_blocks("instruments.md")
     assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection"}  # which needs four prompts
     assert names["means"].attrs["n"] == 3
     assert 0.5 < names["largest"] < 1.5
@@ -27,13 +32,20 @@ def test_the_blocks_run() -> None:
 
 
 def test_the_blocks_on_entropy_run() -> None:
-    names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", (DOCS / "instruments_flow.md").read_text(encoding="utf8"), re.S):
-        exec(compile(code, "instruments_flow.md", "exec"), names)
+    names = run_blocks("instruments_entropy.md")
     assert names["exact"].entropy_change.shape == (12, 3)
     assert names["entropies"].gaussian_entropy.notnull().all()
     assert names["energies"].free_energy_change[1:].notnull().all()
     assert names["picture"].axes
+
+
+def test_the_blocks_about_generators_run() -> None:
+    names = run_blocks("instruments_generator.md")
+    assert 0.5 < names["median_share"] < 0.9
+    assert names["by_kind"].shape == (12, 5)
+    assert names["values"].shape[-1] == len(names["bank"]) == 40
+    assert names["rates"].shape == (8,)
+    assert names["figure"].axes
 
 
 def test_every_measurement_has_a_place_in_the_table() -> None:

@@ -48,7 +48,11 @@ def test_without_names_it_takes_what_the_system_can_serve():
     of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow", "entropy_along_depth"}
     of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
     of_models = {"context_noise"}
-    of_steps = {"map_entropy", "free_energy_along_depth"}  # of layers, and of flows under an MLP alone
+    of_steps = {
+        "map_entropy",
+        "free_energy_along_depth",
+        "generator_test",
+    }  # of layers, and of flows under an MLP alone
     assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models | of_steps == set(measurement_names())
     of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_steps
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
@@ -61,7 +65,7 @@ def test_without_names_it_takes_what_the_system_can_serve():
         hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
-    assert "kernel_statistics" in hs.measure(layered)
+    assert {"kernel_statistics", "generator_test"} <= set(hs.measure(layered))
     assert "drift_and_swirl" not in hs.measure(layered)
     with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
         hs.drift_and_swirl(layered)

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from helmscope.stats.intervals import bootstrap_t, jackknife_interval, mean_interval, proportion_interval
-from helmscope.stats.scales import FisherZScale, LinearScale, LogScale
+from helmscope.stats.scales import FisherZScale, LinearScale, LogScale, RemainderScale
 from helmscope.types import HelmscopeError, Interval
 
 Vector = np.ndarray
@@ -18,7 +18,12 @@ Vector = np.ndarray
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 @pytest.mark.parametrize(
     ("scale", "forward", "back"),
-    [(LinearScale(), float, float), (LogScale(), math.log, math.exp), (FisherZScale(), math.atanh, math.tanh)],
+    [
+        (LinearScale(), float, float),
+        (LogScale(), math.log, math.exp),
+        (FisherZScale(), math.atanh, math.tanh),
+        (RemainderScale(), lambda x: -math.log(1 - x), lambda y: 1 - math.exp(-y)),
+    ],
 )
 def test_the_mean_interval_is_scipys_on_the_scale(scale, forward, back, confidence):
     values = np.random.default_rng(3).uniform(0.1, 0.9, 17)
@@ -30,7 +35,7 @@ def test_the_mean_interval_is_scipys_on_the_scale(scale, forward, back, confiden
 
 
 @pytest.mark.parametrize("method", [mean_interval, bootstrap_t])
-@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale(), RemainderScale()])
 def test_equal_replicates_come_back_unrounded(method, scale):
     assert method([0.1] * 49, scale=scale) == Interval(0.1, 0.1, 0.1, 49)
 

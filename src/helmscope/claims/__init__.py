@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from helmscope.claims import arm_statistics as arm_statistics
     from helmscope.claims import attention_trials as attention_trials
     from helmscope.claims import circle_functions as circle_functions
+    from helmscope.claims import generator_shares as generator_shares
     from helmscope.claims import mlp_shares as mlp_shares
     from helmscope.claims import prompts as prompts
     from helmscope.claims import small_steps as small_steps

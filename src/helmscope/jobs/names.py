@@ -138,6 +138,7 @@ MEASUREMENTS = (
     "free_energy_along_depth",
     "entropy_along_depth",
     "map_entropy",
+    "generator_test",
     "depth_flow",
     "mlp_projection",
 )

@@ -64,7 +64,10 @@ if TYPE_CHECKING:
     from helmscope.observe.free_energy import free_energy_refusal as free_energy_refusal
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
+    from helmscope.observe.generator import limit_at_zero as limit_at_zero
     from helmscope.observe.generator import sphere_generator as sphere_generator
+    from helmscope.observe.generator import step_order as step_order
+    from helmscope.observe.generator_test import generator_test as generator_test
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
@@ -123,6 +126,8 @@ if TYPE_CHECKING:
     from helmscope.observe.pairs import without_first_token as without_first_token
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
+    from helmscope.observe.probes import ProbeBank as ProbeBank
+    from helmscope.observe.probes import lens_probes as lens_probes
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
     from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
     from helmscope.observe.rank import effective_rank as effective_rank

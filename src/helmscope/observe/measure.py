@@ -14,6 +14,7 @@ from helmscope.observe.attention_divergence import attention_divergence, diverge
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.balance import KernelBalance
+from helmscope.observe.block_steps import steps_refusal
 from helmscope.observe.context_noise import context_noise, context_refusal, own_contexts
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
@@ -21,6 +22,7 @@ from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.entropy import entropy_along_depth, entropy_refusal
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
 from helmscope.observe.frozen_token import refusal_of_flow
+from helmscope.observe.generator_test import generator_test
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.map_entropy import map_entropy, map_refusal
 from helmscope.observe.mlp_jacobian import MlpJacobian
@@ -112,6 +114,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
             entropy_refusal,
         ),
         FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
+        FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
@@ -148,6 +151,10 @@ def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOp
 
 def _map_entropy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return map_entropy(system, tokens=4 if quick else 16, progress=progress)
+
+
+def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return generator_test(system, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:

@@ -11,12 +11,17 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
+from helmscope.claims.generator_shares import NOTHING_MOVES, BlockShares
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.attention import SA
 from helmscope.fields.mlp import MLP
 from helmscope.geometry.sphere import retract
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator
+from helmscope.observe.generator import ambient_generator, limit_at_zero, step_order
+from helmscope.observe.generator_test import generator_test
+from helmscope.observe.probes import ProbeBank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +43,10 @@ class Remainders(NamedTuple):
     @property
     def distance(self) -> Tensor:
         """The distance of the order from theory, for every probe and state."""
-        return (order(self.values) - self.power).abs().flatten()
+        return (step_order(self.values) - self.power).abs().flatten()
 
 
-@experiment("generator", seconds=3)
+@experiment("generator", seconds={"simulation": 3, "model": 60})
 def generator(case: TrialCase) -> Finding:
     """The remainder of phi(x + s Delta) - phi(x) after s Delta.grad phi + s^2 (Delta Delta^T / 2):Hess phi is of order
     s^3, after the drift alone of order s^2, and with Sigma_A in place of Delta Delta^T / 2 it stays of order s^2. Two
@@ -53,7 +58,15 @@ def generator(case: TrialCase) -> Finding:
 
     Attention (V = I) and MLP act on random clouds of unit vectors, and the probes are sin <a, y> + e^<b, y> with random
     a and b. Every pair of a state and a probe is one input; orders are limits, by extrapolation to step 0.
+
+    On a model Delta is the recorded update of every block over the length of its state, the probes are those of
+    ``observe.probes``, and the share of their change that the drift explains at s = 1 decides.
     """
+    return generator_in_simulation(case) if case.subject.is_simulation else generator_on_model(case)
+
+
+def generator_in_simulation(case: TrialCase) -> Finding:
+    """The finding of generator in simulation."""
     scales = case.constant("scales")
     skewed_steps, even_steps = case.constant("skewed_epsilons"), case.constant("symmetric_epsilons")
     x = retract(case.normal(case.count(64, quick=32), case.constant("tokens"), case.constant("dim"), stream=0))
@@ -71,7 +84,7 @@ def generator(case: TrialCase) -> Finding:
         Remainders(even, 2, "with a random sign"),
     ]
     with_second, without, splitting, with_sampled = (IdentityErrors(each.distance, "distance") for each in found[:4])
-    mean_orders = [f"{float(order(each.values).mean()) * unit:.3f} ({each.label})"
+    mean_orders = [f"{float(step_order(each.values).mean()) * unit:.3f} ({each.label})"
                    for each, unit in zip(found, (1, 1, 1, 1, 0.5, 0.5), strict=True)]  # fmt: skip
     return Finding(
         evidence={
@@ -98,6 +111,40 @@ def generator(case: TrialCase) -> Finding:
         remark=f"Mean orders: {', '.join(mean_orders)}.",
         setting=f"simulation: {x.shape[1]} clouds of {x.shape[2]} unit vectors in R^{x.shape[3]}, SA at beta = "
         f"{attention.beta:g} and an MLP with random weights, {len(x)} probes sin <a, x> + e^<b, x>",
+    )
+
+
+def generator_on_model(case: TrialCase) -> Finding:
+    """The finding of generator on a model."""
+    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, gap=1)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
+    options = {
+        "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
+        "tokens": case.constant("sampled_tokens"),
+        "seed": case.seed_for(1),
+    }
+    own = BlockShares(generator_test(recording, **options))
+    silent = BlockShares(generator_test(silenced(recording), **options))
+    if not own.blocks("share"):
+        return Finding.impossible(NOTHING_MOVES)
+    return Finding(
+        shortage=prompts.alike,
+        evidence={"share of the drift": own.shares("share"), "splitting defect": own.splitting()},
+        controls={
+            "order on the model": own.every_block("order_second_moment"),
+            "updates permuted over tokens": own.shares("share_null"),
+            "blocks that write nothing": silent.shares("share"),
+        },
+        described=own.described(),
+        data=own.curves(),
+        remark=f"{own.remark(silent)} {small_steps_premise(case)}",
+        setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token "
+        f"left out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",
     )
 
 
@@ -172,22 +219,10 @@ def excess_of_sigma_a(attention: SA, phi: Probe, x: Tensor, scales: Sequence[flo
     attention, less Sigma_A:Hess phi, relative to that: root mean squares over the tokens.
     """
     write, sigma = attention(x), sigma_a(attention, x)
-    limit = _at_zero(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
+    limit = limit_at_zero(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
     spread = ambient_generator(torch.zeros_like(x), sigma, phi, x)
     excess = ambient_generator(write, sigma, phi, x) - limit
     return (excess - spread).square().mean(-1).sqrt() / spread.square().mean(-1).sqrt()
-
-
-def order(remainders: Tensor) -> Tensor:
-    """The order in a step that is halved along the last axis: the limit of log2 of the ratio of successive values."""
-    return _at_zero((remainders[..., :-1] / remainders[..., 1:]).log2())
-
-
-def _at_zero(values: Tensor) -> Tensor:
-    """The limit at step 0 of a power series, from its values at h, h/2, h/4, ... (Richardson)."""
-    for power in range(1, values.shape[-1]):
-        values = values[..., 1:] + (values[..., 1:] - values[..., :-1]) / (2.0**power - 1)
-    return values[..., 0]
 
 
 def _root_mean_square(rows: list[Tensor]) -> Tensor:
