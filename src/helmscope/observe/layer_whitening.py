@@ -8,8 +8,10 @@ of the largest in L and their eigenvectors in the columns of E, the coordinates 
 
     J' = L^(-1/2) E^T J E L^(1/2),
 
-    share_before      antisymmetric share |A|^2 / |.|^2 of E^T J E      share_after      that of J'
-    variation         Var_x Sigma / |mean Sigma|_F^2                    commutator       |H Sigma - Sigma H| / (|H| |Sigma|)
+    share_before    antisymmetric share |A|^2 / |.|^2 of E^T J E
+    share_after     that of J'
+    variation       Var_x Sigma / |mean Sigma|_F^2
+    commutator      |H Sigma - Sigma H| / (|H| |Sigma|)
 
 with H = -(J + J^T) / 2, the Hessian of V = -U for the gradient part of the Jacobian. Both shares are on the range of
 the same Sigma: a low rank would lower the second one alone otherwise. J is that of each token and Sigma their mean.
@@ -17,8 +19,8 @@ the same Sigma: a low rank would lower the second one alone otherwise. J is that
 How to read it. Whitening helps where ``share_after`` is below ``share_before``; ``share_after_null`` and
 ``commutator_null`` have Sigma with random eigenvectors in its range. The premise of a constant Sigma holds where
 ``variation`` is near 0. For a symmetric J whitening gives a gradient only where the commutator is 0.
-How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN. ``variation`` comes
-from few tokens. Eigenvalues near ``tolerance`` of the largest are divided by, and J' is dominated by them.
+How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN. ``variation``
+comes from few tokens. Eigenvalues near ``tolerance`` of the largest are divided by, and J' is dominated by them.
 Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
 """
 
@@ -152,9 +154,7 @@ def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tolerance
 
 
 @full_precision
-def token_sigma(
-    context: ReplayContext, tensors: AttentionTensors, chosen: Tensor
-) -> Float[Tensor, "rows tokens d d"]:
+def token_sigma(context: ReplayContext, tensors: AttentionTensors, chosen: Tensor) -> Float[Tensor, "rows tokens d d"]:
     """T Sigma_A T / |y|^2, summed over heads, at chosen tokens (rows, tokens), in float64.
 
     >>> from helmscope.types import AttentionTensors, Half, ReplayContext

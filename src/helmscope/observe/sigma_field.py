@@ -8,8 +8,8 @@ the weights by the query at fixed keys and values. Then (the derivative of m dro
     D (T Sigma T)[v] z = T M_z v - <x, Sigma z> v - T Sigma x <z, v>                              for tangent z and v,
     D (T b)[v] = T Db v - <x, b> v,
 
-up to multiples of x. With S = T Sigma T, its pseudo-inverse S+ (eigenvalues up to a tolerance of the largest count as 0)
-and n = T b - S S+ T b, the part of the drift outside the range of S, the Jacobian of S+ b on that range is
+up to multiples of x. With S = T Sigma T, its pseudo-inverse S+ (eigenvalues up to a tolerance of the largest count as
+0) and n = T b - S S+ T b, the part of the drift outside the range of S, the Jacobian of S+ b on that range is
 
     J[v] = S+ D(T b)[v] - S+ DS[v] S+ b + S+ S+ DS[v] n.
 
