@@ -1,4 +1,4 @@
-"""One step of Jordan, Kinderlehrer and Otto between the Gaussian laws of two clouds, with tau fitted (``jko_layer``)."""
+"""One step of Jordan, Kinderlehrer and Otto between the Gaussian laws of two clouds, with a fitted tau."""
 
 from __future__ import annotations
 
