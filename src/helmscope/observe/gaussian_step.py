@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SMALLEST, LARGEST, COARSE, FINE = 1e-3, 1e2, 9, 8  # of tau: a grid in its logarithm, and golden sections of its best
 STABLE = 0.9  # of the largest tau for which the step has a minimum
 NOTHING = 1e-9  # of the size of a cloud: a smaller gap is rounding
+ROUNDING = 1e-12  # of the squared length of the mean: a smaller variance is 0
 VARIES = 1e-10  # of the largest variance: smaller ones are 0
 PARTS = ("share", "objective_input", "objective_output", "objective_minimizer")
 
@@ -136,6 +137,8 @@ class CloudPair:
         """
         moments = PooledMoments.of(self.before[prompts], self.weights[prompts]).whole
         values, vectors = torch.linalg.eigh(moments.covariance)
+        if not float(values[-1]) > ROUNDING * float(moments.mean.square().sum()):
+            raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
         tokens = int((self.weights[prompts] > 0).sum())
         count = min(most, int((values > VARIES * values[-1]).sum()), max(1, tokens // 2))
         return vectors.flip(-1)[:, :count]

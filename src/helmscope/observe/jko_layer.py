@@ -153,8 +153,11 @@ class LayerSteps:
 
     @cached_property
     def _weights(self) -> Tensor:
-        assert self.path.weights is not None
-        return self.path.weights[0].double().cpu()
+        weights = self.path.weights
+        assert weights is not None
+        if not bool((weights == weights[0]).all()):
+            raise HelmscopeError("weights of the trajectory change over time, but jko_layer needs fixed ones")
+        return weights[0].double().cpu()
 
     def clouds(self, layer: int, *, mlp: bool = False) -> CloudPair:
         """The tokens before and after a layer, or its MLP half-step."""
