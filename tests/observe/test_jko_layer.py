@@ -78,7 +78,7 @@ def cloud(prompts: int = 12, n: int = 30, d: int = 3) -> torch.Tensor:
 def shares(after: torch.Tensor, energy: LayerEnergy) -> tuple[np.ndarray, FittedStep]:
     """The pseudo-values of the share on the last six prompts, with tau from the first six."""
     pair = CloudPair(cloud(), after, torch.ones(12, 30, dtype=F64))
-    step = pair.fit(energy, pair.axes(3, list(range(6))), list(range(6)))
+    step = pair.fit(energy, pair.axes(3, list(range(6)), list(range(6, 12))), list(range(6)))
     return pair.pseudo_values(step, list(range(6, 12))).numpy()[:, 0], step
 
 
@@ -129,7 +129,7 @@ def test_diffusion_closes_the_gap_only_for_an_energy_with_entropy() -> None:
     pair = CloudPair(x, noisy, torch.ones(12, 600, dtype=F64))
 
     def share(energy: LayerEnergy) -> tuple[float, float]:
-        step = pair.fit(energy, pair.axes(3, list(range(6))), list(range(6)))
+        step = pair.fit(energy, pair.axes(3, list(range(6)), list(range(6, 12))), list(range(6)))
         return float(pair.pseudo_values(step, list(range(6, 12)))[:, 0].mean()), step.tau
 
     closed, tau = share(flat(3, nu=0.4))
@@ -142,7 +142,7 @@ def test_diffusion_closes_the_gap_only_for_an_energy_with_entropy() -> None:
 def test_pseudo_values_are_those_of_leaving_prompts_out() -> None:
     x = cloud()
     pair = CloudPair(x, 0.9 * x + 0.05 * x.square(), torch.ones(12, 30, dtype=F64))
-    axes = pair.axes(2, list(range(6)))
+    axes = pair.axes(2, list(range(6)), list(range(6, 12)))
     step = pair.fit(flat(3, torch.eye(3, dtype=F64), nu=0.01), axes, list(range(6)))
     test = list(range(6, 12))
 
@@ -268,6 +268,8 @@ def test_refusals_are_sentences() -> None:
     flattened = CloudPair(cloud(), cloud() * torch.tensor([1.0, 1.0, 0.0], dtype=F64), pair.weights)
     with pytest.raises(hs.HelmscopeError, match="spans 2 of 3 directions"):
         laws(flattened.moments(torch.eye(3, dtype=F64), [0, 1]).whole)
+    assert flattened.axes(3, [0, 1], [2, 3]).shape == (3, 2)
+    assert pair.axes(3, [0, 1], [2, 3]).shape == (3, 3)
 
 
 def test_copies_of_a_text_span_few_directions_and_identical_tokens_none() -> None:

@@ -94,6 +94,17 @@ def small_model() -> GPT2LMHeadModel:
     return model
 
 
+def tangential_slopes(force: hs.MLP, x: torch.Tensor) -> np.ndarray:
+    """The derivative of the tangential force in R^d, by autograd."""
+
+    def tangential(z: torch.Tensor) -> torch.Tensor:
+        value = force.ambient(z / z.norm())
+        return value - value.mean() - (z @ value) * z / z.norm() ** 2
+
+    slopes: np.ndarray = torch.autograd.functional.jacobian(tangential, x).numpy()
+    return slopes
+
+
 def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
     model, ids = small_model(), torch.randint(1, 32, (2, 9), generator=torch.Generator().manual_seed(1))
     recording = hs.record(model, ids)
@@ -120,14 +131,7 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
                         total += kernel[prompt, head, i, j] * np.outer(step, step) / 2
                 sigmas.append(onto @ total @ onto)
                 x = points[prompt, i]
-                slopes = torch.autograd.functional.jacobian(
-                    lambda z: (
-                        force.ambient(z / z.norm())
-                        - force.ambient(z / z.norm()).mean()
-                        - (z @ force.ambient(z / z.norm())) * z / z.norm() ** 2
-                    ),
-                    x,
-                ).numpy()
+                slopes = tangential_slopes(force, x)
                 u = x.numpy()
                 there = np.eye(8) - np.outer(u, u) - 1 / 8
                 jacobians.append(there @ slopes @ there)

@@ -135,7 +135,10 @@ MEASUREMENTS = (
     "attention_noise_spectrum",
     "attention_divergence",
     "mlp_jacobian",
+    "layer_whitening",
     "depth_flow",
+    "jko_layer",
+    "mobility",
     "mlp_projection",
 )
 

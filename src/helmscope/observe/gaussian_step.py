@@ -71,8 +71,9 @@ class FittedStep:
         return _Minimum(before.mean + shift, centered.gaussian.covariance, gap)
 
     @full_precision
-    def objective(self, law: Gaussian, before: Gaussian) -> float:
-        """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``.
+    def objective(self, law: Gaussian, before: Gaussian, distance: float | None = None) -> float:
+        """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``; ``distance`` is that W2,
+        if it is known.
 
         >>> from helmscope.observe.layer_energy import LayerEnergy
         >>> eye = torch.eye(1).double()
@@ -82,8 +83,9 @@ class FittedStep:
         """
         energy, moved = self.energy, law.mean - before.mean
         second = law.covariance + torch.outer(moved, moved)
+        distance = law.w2(before) if distance is None else distance
         potential = float(energy.slope_at(before.mean) @ moved) + float((energy.stiffness * second).sum()) / 2
-        return -energy.nu * law.entropy + potential + law.w2(before) ** 2 / (2 * self.tau)
+        return -energy.nu * law.entropy + potential + distance**2 / (2 * self.tau)
 
     def closed(self, before: Gaussian, after: Gaussian) -> float:
         """1 - W2(after, minimizer) / W2(before, minimizer); NaN where the step moves nothing.
@@ -107,8 +109,8 @@ class FittedStep:
         0.0
         """
         minimum = self._minimum(before)
-        law = Gaussian(minimum.mean, minimum.covariance)
-        return [_closed(before, after, minimum), *(self.objective(each, before) for each in (before, after, law))]
+        known = ((before, 0.0), (after, None), (Gaussian(minimum.mean, minimum.covariance), minimum.gap))
+        return [_closed(before, after, minimum), *(self.objective(law, before, gap) for law, gap in known)]
 
 
 def _closed(before: Gaussian, after: Gaussian, law: _Minimum) -> float:
@@ -122,7 +124,7 @@ class CloudPair:
     """The tokens of some prompts before and after a step, (prompt, n, d) each, with their weights (prompt, n).
 
     >>> x = torch.randn(4, 8, 2, generator=torch.Generator().manual_seed(0)).double()
-    >>> CloudPair(x, 2 * x, torch.ones(4, 8)).axes(9, [0, 1]).shape
+    >>> CloudPair(x, 2 * x, torch.ones(4, 8)).axes(9, [0, 1], [2, 3]).shape
     torch.Size([2, 2])
     """
 
@@ -131,17 +133,23 @@ class CloudPair:
     weights: Float[Tensor, "prompt n"]
 
     @full_precision
-    def axes(self, most: int, prompts: list[int] | np.ndarray) -> Float[Tensor, "d k"]:
-        """The leading principal axes of the tokens before the step in some prompts, at most ``most`` of them: those in
-        which they vary, and no more than half as many as tokens.
+    def axes(self, most: int, prompts: list[int] | np.ndarray, others: list[int] | np.ndarray) -> Float[Tensor, "d k"]:
+        """The leading principal axes of the tokens before the step in some prompts, at most ``most`` of them, and no
+        more than half as many as there are tokens in these or in the ``others`` without one prompt: such that both
+        clouds of both sets of prompts span them. Raises HelmscopeError where all tokens are the same.
         """
         moments = PooledMoments.of(self.before[prompts], self.weights[prompts]).whole
         values, vectors = torch.linalg.eigh(moments.covariance)
-        if not float(values[-1]) > ROUNDING * float(moments.mean.square().sum()):
-            raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
-        tokens = int((self.weights[prompts] > 0).sum())
-        count = min(most, int((values > VARIES * values[-1]).sum()), max(1, tokens // 2))
-        return vectors.flip(-1)[:, :count]
+        tokens = [(self.weights[rows] > 0).sum(-1) for rows in (prompts, others)]
+        fewest = min(int(count.sum() - count.max()) for count in tokens)
+        count = min(most, int((values > VARIES * values[-1]).sum()), max(1, fewest // 2))
+        while count and float(values[-1]) > ROUNDING * float(moments.mean.square().sum()):
+            axes: Tensor = vectors.flip(-1)[:, :count]
+            spanned = min(min(_ranks(self.moments(axes, rows).whole)) for rows in (prompts, others))
+            if spanned == count:
+                return axes
+            count = spanned
+        raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
 
     @full_precision
     def moments(self, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> PooledMoments:
@@ -163,16 +171,20 @@ class CloudPair:
 
         return FittedStep(inner, float(np.exp(_largest(share, low, high))), axes)
 
-    def pseudo_values(self, step: FittedStep, prompts: list[int] | np.ndarray) -> Float[Tensor, "prompt parts"]:
-        """The jackknife pseudo-values of the ``PARTS`` of a step over some prompts."""
+    def pseudo_values(
+        self, step: FittedStep, prompts: list[int] | np.ndarray, *, parts: int = len(PARTS)
+    ) -> Float[Tensor, "prompt parts"]:
+        """The jackknife pseudo-values of a step over some prompts: of all ``PARTS``, or of the share (``parts=1``)."""
 
-        def parts(moments: CloudMoments) -> Tensor:
+        def values(moments: CloudMoments) -> Tensor:
             if moments.mean.ndim == 1:
-                return torch.tensor(step.values(*laws(moments)), dtype=torch.float64)
+                before, after = laws(moments)
+                found = step.values(before, after) if parts > 1 else [step.closed(before, after)]
+                return torch.tensor(found, dtype=torch.float64)
             each = [CloudMoments(*one) for one in zip(moments.mean, moments.covariance, moments.mass, strict=True)]
-            return torch.stack([parts(one) for one in each])
+            return torch.stack([values(one) for one in each])
 
-        return self.moments(step.axes, prompts).pseudo_values(parts)
+        return self.moments(step.axes, prompts).pseudo_values(values)
 
 
 def laws(joint: CloudMoments) -> tuple[Gaussian, Gaussian]:
@@ -184,10 +196,8 @@ def laws(joint: CloudMoments) -> tuple[Gaussian, Gaussian]:
     """
     k = joint.mean.shape[-1] // 2
     found = []
-    for part in (slice(0, k), slice(k, None)):
+    for part, rank in zip((slice(0, k), slice(k, None)), _ranks(joint), strict=True):
         covariance = joint.covariance[part, part]
-        values = torch.linalg.eigvalsh(covariance)
-        rank = int((values > 1e-2 * VARIES * values[-1]).sum())
         if rank < k:
             raise HelmscopeError(
                 f"the cloud of {int(joint.mass)} tokens spans {rank} of {k} directions, but a JKO step between "
@@ -195,6 +205,14 @@ def laws(joint: CloudMoments) -> tuple[Gaussian, Gaussian]:
             )
         found.append(Gaussian(joint.mean[part].cpu(), (covariance + covariance.mT).cpu() / 2))
     return found[0], found[1]
+
+
+def _ranks(joint: CloudMoments) -> tuple[int, int]:
+    """The ranks of the covariances of two clouds."""
+    k = joint.mean.shape[-1] // 2
+    values = [torch.linalg.eigvalsh(joint.covariance[part, part]) for part in (slice(0, k), slice(k, None))]
+    first, second = (int((each > 1e-2 * VARIES * each[-1]).sum()) for each in values)
+    return first, second
 
 
 def _largest(function: Callable[[float], float], low: float, high: float) -> float:

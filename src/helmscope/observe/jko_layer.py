@@ -24,7 +24,7 @@ away. tau is a coordinate: the size of a step in layers, if it is the right V.
 How it fails. A share above 0 in many dimensions can come from the means alone; tau is chosen in favor of the claim. A
 law that is far from a normal one has moments that say little. V is that of the MLP at the tokens: beyond it the
 quadratic form is an extrapolation. NaN where V and nu vanish, so that there is no gap. Fewer than four prompts are
-refused, and clouds that span fewer directions than the coordinates have raise an error.
+refused; of tokens that span few directions, as few are used.
 Cost. One replay, and about 60 eigendecompositions of d x d matrices for every layer and 6 for every prompt.
 """
 
@@ -163,18 +163,24 @@ class LayerSteps:
         """The tokens before and after a layer, or its MLP half-step."""
         first, last, between = self.depths[layer]
         first = first if not mlp or between is None else between
-        return CloudPair(*(self.path.states[k].double().cpu() for k in (first, last)), self._weights)
+        before, after = (self.path.states[k].double().cpu() for k in (first, last))
+        return CloudPair(before, after, self._weights)
 
     def fitted(self, layer: int, *, most: int | None = None, energy: LayerEnergy | None = None) -> FittedStep:
         """The step of a layer, for its own energy or another one."""
         pair = self.clouds(layer)
-        axes = pair.axes(self.path.states.shape[-1] if most is None else most, self.selection)
+        axes = pair.axes(self.path.states.shape[-1] if most is None else most, self.selection, self.test)
         return pair.fit(self.energies[layer] if energy is None else energy, axes, self.selection)
 
     def pseudo_values(self, layer: int, step: FittedStep) -> dict[str, np.ndarray]:
         """The ``PARTS`` of a step, one pseudo-value for each test prompt."""
         found = self.clouds(layer).pseudo_values(step, self.test).numpy()
         return {name: found[:, k] for k, name in enumerate(PARTS)}
+
+    def shares(self, layer: int, step: FittedStep, *, mlp: bool = False) -> np.ndarray:
+        """The share of the gap closed alone, one pseudo-value for each test prompt."""
+        found: np.ndarray = self.clouds(layer, mlp=mlp).pseudo_values(step, self.test, parts=1).numpy()[:, 0]
+        return found
 
     def share(self, layer: int, step: FittedStep) -> float:
         """The share of the gap closed over all test prompts, without its jackknife."""
@@ -184,12 +190,12 @@ class LayerSteps:
         """All quantities of a layer for the test prompts, and its tau."""
         step = self.fitted(layer)
         values = self.pseudo_values(layer, step)
-        values["share_projected"] = self.pseudo_values(layer, self.fitted(layer, most=components))["share"]
+        values["share_projected"] = self.shares(layer, self.fitted(layer, most=components))
         if self.depths[layer][2] is not None:
             pair = self.clouds(layer, mlp=True)
-            axes = pair.axes(self.path.states.shape[-1], self.selection)
+            axes = pair.axes(self.path.states.shape[-1], self.selection, self.test)
             alone = pair.fit(replace(self.energies[layer], nu=0.0), axes, self.selection)
-            values["share_mlp"] = pair.pseudo_values(alone, self.test).numpy()[:, 0]
+            values["share_mlp"] = self.shares(layer, alone, mlp=True)
         return values | {"tau": np.array(step.tau)}
 
     def measurement(self, rows: list[dict[str, np.ndarray]]) -> xr.Dataset:

@@ -19,10 +19,13 @@ from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.frozen_token import refusal_of_flow
+from helmscope.observe.jko_layer import jko_layer, jko_refusal
 from helmscope.observe.kernel import KernelStatistics
+from helmscope.observe.layer_whitening import LayerWhitening
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
+from helmscope.observe.mobility import mobility, mobility_refusal
 from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
@@ -101,7 +104,10 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
+        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (11, 14)),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
+        FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
+        FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
 
@@ -128,6 +134,14 @@ def _context_noise(system: System, *, quick: bool, seed: int, progress: Progress
 
 def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+
+
+def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return jko_layer(system, seed=seed, progress=progress)
+
+
+def _mobility(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mobility(system, tokens=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:

@@ -176,7 +176,7 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
 
 def _shares(steps: LayerSteps, energies: Mapping[int, LayerEnergy]) -> list[np.ndarray]:
     """The pseudo-values of the share of every layer, for given energies."""
-    return [steps.pseudo_values(layer, steps.fitted(layer, energy=energies[layer]))["share"] for layer in steps.layers]
+    return [steps.shares(layer, steps.fitted(layer, energy=energies[layer])) for layer in steps.layers]
 
 
 def _exchanged(energies: Mapping[int, LayerEnergy], layers: list[int]) -> dict[int, LayerEnergy]:
