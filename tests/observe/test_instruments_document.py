@@ -21,7 +21,7 @@ def run_blocks(file: str) -> dict[str, Any]:
 
 def test_the_blocks_run() -> None:
     names = run_blocks("instruments.md")
-    assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection"}  # which needs four prompts
+    assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection", "jko_layer"}  # four prompts
     assert names["means"].attrs["n"] == 3
     assert 0.5 < names["largest"] < 1.5
     assert names["attention"].shape == (12,)
@@ -46,6 +46,14 @@ def test_the_blocks_about_generators_run() -> None:
     assert names["values"].shape[-1] == len(names["bank"]) == 40
     assert names["rates"].shape == (8,)
     assert names["figure"].axes
+
+
+def test_the_blocks_about_gradient_flows_run() -> None:
+    names = run_blocks("instruments_gradient_flows.md")
+    for name in ("change", "constant", "share", "closed"):
+        assert names[name].shape == (12,)
+    assert float(names["change"].mean()) > 0
+    assert 0.1 < float(names["share"].mean()) < 0.6
 
 
 def test_every_measurement_has_a_place_in_the_table() -> None:

@@ -47,14 +47,10 @@ def test_many_instruments_take_one_replay(monkeypatch):
 def test_without_names_it_takes_what_the_system_can_serve():
     of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow", "entropy_along_depth"}
     of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
-    of_models = {"context_noise"}
-    of_steps = {
-        "map_entropy",
-        "free_energy_along_depth",
-        "generator_test",
-    }  # of layers, and of flows under an MLP alone
+    of_models, of_blocks = {"context_noise"}, {"layer_whitening", "jko_layer"}
+    of_steps = {"map_entropy", "free_energy_along_depth", "generator_test"}  # of layers, or flows under an MLP alone
     assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models | of_steps == set(measurement_names())
-    of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_steps
+    of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_blocks - of_steps
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
     assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) | {"mlp_projection"} == of_mlp | of_states
     two = hs.integrate(MLP, X, times=[0.0, 1.0])

@@ -139,7 +139,10 @@ MEASUREMENTS = (
     "entropy_along_depth",
     "map_entropy",
     "generator_test",
+    "layer_whitening",
     "depth_flow",
+    "jko_layer",
+    "mobility",
     "mlp_projection",
 )
 

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
+    from helmscope.observe.jko_layer import jko_layer as jko_layer
     from helmscope.observe.kernel import KernelStatistics as KernelStatistics
     from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
     from helmscope.observe.kernel import column_sum_deviation_rms as column_sum_deviation_rms
@@ -90,6 +91,8 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.layer_whitening import LayerWhitening as LayerWhitening
+    from helmscope.observe.layer_whitening import layer_whitening as layer_whitening
     from helmscope.observe.lens import logit_lens_kl as logit_lens_kl
     from helmscope.observe.loss import head_ablation_loss as head_ablation_loss
     from helmscope.observe.loss import loss_under_edits as loss_under_edits
@@ -118,6 +121,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound
+    from helmscope.observe.mobility import mobility as mobility
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview

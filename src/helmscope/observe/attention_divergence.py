@@ -262,7 +262,7 @@ def _frozen_heads(simulation: Simulation) -> Callable[[Tensor, Tensor], Tensor]:
 
 @full_precision
 @dataclass(frozen=True, eq=False)
-class _FrozenCloud(AbstractEdit):
+class FrozenCloud(AbstractEdit):
     """Makes the input of every layer a leaf of the graph, and keys and values constants."""
 
     leaves: dict[int, Tensor] = field(repr=False)
@@ -322,5 +322,5 @@ def _differentiate_recording(recording: Recording, instrument: _Divergences, pro
     instrument.start(
         ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(batch), batch.identities)
     )
-    runner = recording.runner.under(_FrozenCloud(leaves))
+    runner = recording.runner.under(FrozenCloud(leaves))
     runner.forward(_Differentiator(recording, instrument, leaves), gradients=True, progress=progress)

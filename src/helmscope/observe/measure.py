@@ -23,11 +23,14 @@ from helmscope.observe.entropy import entropy_along_depth, entropy_refusal
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
 from helmscope.observe.frozen_token import refusal_of_flow
 from helmscope.observe.generator_test import generator_test
+from helmscope.observe.jko_layer import jko_layer, jko_refusal
 from helmscope.observe.kernel import KernelStatistics
+from helmscope.observe.layer_whitening import LayerWhitening
 from helmscope.observe.map_entropy import map_entropy, map_refusal
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
+from helmscope.observe.mobility import mobility, mobility_refusal
 from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
@@ -115,7 +118,10 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         ),
         FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
         FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
+        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (11, 14)),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
+        FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
+        FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
     )
 
@@ -155,6 +161,14 @@ def _map_entropy(system: System, *, quick: bool, seed: int, progress: ProgressOp
 
 def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     return generator_test(system, seed=seed, progress=progress)
+
+
+def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return jko_layer(system, seed=seed, progress=progress)
+
+
+def _mobility(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mobility(system, tokens=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:

@@ -135,6 +135,60 @@ def antisymmetric_share(force: Any, x: Float[Tensor, "batch n d"]) -> Float[Tens
     return prepared.algebra.invariants(slopes_of(prepared.mlp, x)).antisymmetric_share
 
 
+@full_precision
+def force_jacobians(force: Any, x: Float[Tensor, "k d"]) -> Float[Tensor, "k d d"]:
+    """The Jacobians Df of an MLP, or of a mixture of experts as routed, at a few points x: d^2 numbers each.
+
+    >>> from helmscope.fields.activations import Identity
+    >>> from helmscope.fields.mlp import MLP
+    >>> force_jacobians(MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=Identity()), torch.eye(2)[:1])
+    tensor([[[2., 0.],
+             [0., 2.]]])
+    """
+    prepared = prepare(force, like=x)
+    if not isinstance(prepared, PreparedMixture):
+        return prepared.algebra.matrices(slopes_of(prepared.mlp, x))
+    return prepared.jacobian(x, _routing(prepared, x))
+
+
+@full_precision
+def tangent_jacobians(
+    force: Any, x: Float[Tensor, "k d"], *, centered: bool
+) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k d d"]]:
+    """The tangential force T f and its covariant derivative T Df T - <x, f> T on the sphere, at a few unit vectors x;
+    T also removes the mean over coordinates if ``centered``. On the sphere of radius |y| both are divided by |y|.
+
+    >>> from helmscope.fields.activations import Identity
+    >>> from helmscope.fields.mlp import MLP
+    >>> turn = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=Identity())
+    >>> tangent_jacobians(turn, torch.eye(2)[:1], centered=False)[1]  # 2 - 2 along the second axis
+    tensor([[[0., 0.],
+             [0., 0.]]])
+    """
+    value, jacobian = force.ambient(x), force_jacobians(force, x)
+    onto = tangent_projectors(x, centered=centered)
+    along = (x * value).sum(-1)[:, None, None]
+    return (onto @ value.unsqueeze(-1)).squeeze(-1), onto @ jacobian @ onto - along * onto
+
+
+def tangent_projectors(x: Float[Tensor, "*k d"], *, centered: bool) -> Float[Tensor, "*k d d"]:
+    """T = I - x x^T, which also removes the mean over coordinates if ``centered``, for unit vectors x (of mean 0).
+
+    >>> tangent_projectors(torch.tensor([1.0, 0.0]), centered=False)
+    tensor([[0., 0.],
+            [0., 1.]])
+    """
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    onto = eye - x.unsqueeze(-1) * x.unsqueeze(-2)
+    return onto - 1 / x.shape[-1] if centered else onto
+
+
+def _routing(mixture: PreparedMixture, x: Tensor) -> dict[int, Tensor]:
+    """The routing weight of every selected expert at points x (k, d)."""
+    shares, indices = mixture.mixture.select(x)
+    return {e: torch.where(indices == e, shares.to(x), 0.0).sum(-1) for e in sorted(set(indices.flatten().tolist()))}
+
+
 def _factor(x: Tensor, weights: Tensor) -> Tensor:
     """Y with Y^T Y = C, the weighted covariance of the tokens; 0 if they are identical up to rounding."""
     share = (weights / weights.sum()).unsqueeze(-1)
@@ -150,15 +204,12 @@ def _row(values: JacobianInvariants, k: int) -> JacobianInvariants:
 @full_precision
 def _routed(mixture: PreparedMixture, x: Tensor, weights: Tensor, centered: bool) -> dict[str, Tensor]:
     """The quantities of one system under a mixture of experts, from its Jacobians."""
-    shares, indices = mixture.mixture.select(x)
-    routed = {e: torch.where(indices == e, shares.to(x), 0.0).sum(-1) for e in sorted(set(indices.flatten().tolist()))}
-    factor, found = _factor(x, weights), []
+    routed, factor, found = _routing(mixture, x), _factor(x, weights), []
     step = max(1, DENSE_ENTRIES // x.shape[-1] ** 2)
     for i in range(0, len(x), step):
         points = x[i : i + step]
         jacobian = mixture.jacobian(points, {e: weight[i : i + step] for e, weight in routed.items()})
-        onto = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - points.unsqueeze(-1) * points.unsqueeze(-2)
-        onto = onto - 1 / x.shape[-1] if centered else onto
+        onto = tangent_projectors(points, centered=centered)
         matrices = (jacobian, onto @ jacobian @ onto, factor @ jacobian @ factor.mT)
         found.append([JacobianInvariants.of_matrices(each) for each in matrices])
     joined = [

@@ -1,16 +1,22 @@
-"""jko-step: does a block of attention and MLP with noise do what one minimizing-movement step with T_# does?"""
+"""jko-step: does a block of attention and MLP with noise do what one minimizing-movement step with T_# does? On a
+model, does a layer map the law of its tokens to the minimizer?
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
+from helmscope.claims.attention_trials import AttentionTrial
 from helmscope.claims.circle_functions import circle_w2, harmonic_sum, quantile_angles, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, IdentityErrors, Replicates
+from helmscope.claims.evidence import EverySample, IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.activations import Tanh
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -24,9 +30,17 @@ from helmscope.meanfield.evolve import evolve
 from helmscope.meanfield.gaussian import Gaussian
 from helmscope.meanfield.jko import jko_step as minimizing_step
 from helmscope.meanfield.jko_gaussian import gaussian_jko_step
+from helmscope.observe.jko_layer import LayerSteps, jko_refusal
+from helmscope.observe.pairs import without_first_token
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import xarray as xr
     from torch import Tensor
+
+    from helmscope.claims.evidence import Evidence
+    from helmscope.observe.layer_energy import LayerEnergy
 
 DEGREE, TOKENS, NEURONS, TOLERANCE = 48, 512, 4, 1e-7
 SPREAD = 0.5  # size of the coefficients of log rho
@@ -48,8 +62,13 @@ class Layer(NamedTuple):
         return self.block.mlp
 
 
-@experiment("jko-step", seconds=8)
+@experiment("jko-step", seconds={"simulation": 8, "model": 110})
 def jko_step(case: TrialCase) -> Finding:
+    """In simulation, random blocks with noise on the circle; on a model, the law of the tokens at every layer."""
+    return _simulated(case) if case.subject.is_simulation else _on_model(case)
+
+
+def _simulated(case: TrialCase) -> Finding:
     """A block of self-attention and an MLP whose force is grad U, with noise nu, against the minimizer of
     nu Ent + int V + W2^2(., T_# rho) / (2 tau), V = -U, with T the flow of the attention for the time tau.
 
@@ -92,6 +111,96 @@ def jko_step(case: TrialCase) -> Finding:
         setting=f"simulation: densities on the circle, blocks of SA (beta = {case.constant('beta'):g}) and {NEURONS} "
         f"random neurons, noise nu = {nu:g}, {len(layers)} random blocks and starts",
     )
+
+
+def _on_model(case: TrialCase) -> Finding:
+    """1 - W2(output, minimizer) / W2(input, minimizer) between Gaussian laws of all tokens before and after a layer, on
+    the half of the prompts on which nothing was fitted, as jackknife pseudo-values (``observe.jko_layer``).
+
+    Controls take the potential of the next layer, with a tau of its own, and the states of a model whose blocks write
+    nothing. Described: the shares in the leading principal axes and of the MLP half-step alone, with attention as the
+    map T and nu = 0, and untrained twins.
+    """
+    trial = AttentionTrial.of(case)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
+    refused = jko_refusal(trial.recording)
+    if refused is not None:
+        return Finding.impossible(refused)
+    steps = LayerSteps.of(trial.recording, seed=case.seed)
+    components = case.constant("components")
+    found = steps.measurement([steps.measured(layer, components=components) for layer in steps.layers])
+    others = _exchanged(steps.energies, steps.layers)
+    silent = replace(steps, path=without_first_token(silenced(trial.recording).on_sphere))
+    means = found.share.mean("prompt").values
+    lowest = {name: found[name].isel(layer=int(np.argmin(found[name].mean("prompt").values))) for name in SHARES}
+    return Finding(
+        shortage=trial.chosen.alike,
+        evidence={"share of the gap closed": _every(list(found.share.values), steps.layers)},
+        controls={
+            "potential of another layer": _every(_shares(steps, others), steps.layers),
+            "blocks that write nothing": _every(_shares(silent, steps.energies), steps.layers),
+        },
+        described={f"{label}, least over layers": Replicates(lowest[name].values, "prompts")
+                   for name, label in SHARES.items() if name in lowest}
+        | {"share of the gap closed by untrained twins, mean over layers": _twins(case, trial)},
+        data=curve(
+            "share",
+            found.share.values.T,
+            {"layer": steps.layers},
+            label="share of the gap to the minimizer that a layer closes (pseudo-values)",
+            over="prompt",
+        ),
+        remark=f"The share runs from {means.min():.3g} (layer {steps.layers[int(means.argmin())]}) to "
+        f"{means.max():.3g} (layer {steps.layers[int(means.argmax())]}), with tau from {float(found.tau.min()):.2g} to "
+        f"{float(found.tau.max()):.2g} layers; of the fall of the objective from input to minimizer the output has "
+        f"{_fallen(found)}. {small_steps_premise(case)}",
+        setting=f"{trial.setting}; Gaussian laws of all tokens but the first of each prompt, fitted on "
+        f"{len(steps.selection)} prompts and tested on {len(steps.test)}",
+    )  # fmt: skip
+
+
+SHARES = {
+    "share_projected": "share of the gap closed in leading principal axes",
+    "share_mlp": "share of the gap closed by the MLP half-step with nu = 0",
+}
+
+
+def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
+    """The shares of all layers that have a gap, or that there are none."""
+    usable = [k for k, row in enumerate(rows) if np.isfinite(row).all()]
+    if not usable:
+        return PremiseImpossible("no layer has a minimizer other than its input")
+    return EverySample([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
+
+
+def _shares(steps: LayerSteps, energies: Mapping[int, LayerEnergy]) -> list[np.ndarray]:
+    """The pseudo-values of the share of every layer, for given energies."""
+    return [steps.shares(layer, steps.fitted(layer, energy=energies[layer])) for layer in steps.layers]
+
+
+def _exchanged(energies: Mapping[int, LayerEnergy], layers: list[int]) -> dict[int, LayerEnergy]:
+    """The energy of each layer with the potential of the next one; the last has that of the first."""
+    following = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+    return {layer: replace(energies[following[layer]], nu=energies[layer].nu) for layer in layers}
+
+
+def _fallen(found: xr.Dataset) -> str:
+    """The least and the largest share, over the layers, of the fall of the objective that the output has."""
+    start, end, least = (found[f"objective_{name}"].mean("prompt") for name in ("input", "output", "minimizer"))
+    shares = ((start - end) / (start - least)).values
+    return f"{shares.min():.2g} to {shares.max():.2g}"
+
+
+def _twins(case: TrialCase, trial: AttentionTrial) -> Evidence:
+    """The share of untrained twins at three layers, without a jackknife: one value per twin."""
+    rows = [list(row) for row in trial.few.batch.visible_ids]
+    values = []
+    for twin in case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows):
+        steps = LayerSteps.of(twin, seed=case.seed)
+        some = steps.layers[:: max(1, len(steps.layers) // 3)]
+        values.append(np.mean([steps.share(layer, steps.fitted(layer)) for layer in some]))
+    return Replicates(np.array(values), "twins")
 
 
 KINDS = ("layer", "flow")

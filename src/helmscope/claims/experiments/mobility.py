@@ -1,23 +1,33 @@
-"""mobility: is the drift of self-attention its Sigma_A times the gradient of a potential?"""
+"""mobility: is the drift of self-attention, or of a block of a model, its Sigma_A times the gradient of a potential?"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.func import jacfwd, vmap
 
+from helmscope.claims.attention_trials import AttentionTrial, by_prompt, every_layer, layer_means
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample
+from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import small_steps_premise
+from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import project, retract
+from helmscope.observe.mobility import mobility as block_mobility
+from helmscope.observe.mobility import mobility_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import xarray as xr
     from torch import Tensor
+
+    from helmscope.claims.evidence import Evidence
+    from helmscope.models.recording import Recording
 
     # a tangent vector at the state q of token i in a cloud (n, d); a random matrix (d, d) of the start is passed too
     TokenField = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -25,8 +35,13 @@ if TYPE_CHECKING:
 TOKENS, DIM = 16, 8
 
 
-@experiment("mobility", seconds=2)
+@experiment("mobility", seconds={"simulation": 2, "model": 90})
 def mobility(case: TrialCase) -> Finding:
+    """In simulation, the velocity of self-attention at random clouds; on a model, the drift of every block."""
+    return _simulated(case) if case.subject.is_simulation else _on_model(case)
+
+
+def _simulated(case: TrialCase) -> Finding:
     """The antisymmetric share |A|^2 / |J|^2 of the Jacobian J of Sigma^-1 b, as a function of one token's state with
     the other tokens fixed, on the tangent space and there on the range of Sigma: 0 iff b = Sigma grad V near the state.
 
@@ -63,6 +78,63 @@ def mobility(case: TrialCase) -> Finding:
         + ", ".join(f"{float(share.mean()):.3g} at {name}" for share, name in zip(shares, names, strict=True)) + ".",
         setting=f"simulation on the unit sphere: SA and its Sigma_A at {len(x)} random clouds, n = {TOKENS}, d = {DIM}",
     )  # fmt: skip
+
+
+def _on_model(case: TrialCase) -> Finding:
+    """The antisymmetric share of the Jacobian of Sigma^-1 b at a few tokens of each prompt, with b what the block
+    writes to the token and Sigma the Sigma_A of its attention, keys and values fixed, at every block.
+
+    The control is a random Jacobian on the range of the same Sigma. Described: the share of attention's drift alone,
+    how much of the drift is outside the range of Sigma, and untrained twins on the first prompts.
+    """
+    trial = AttentionTrial.of(case)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
+    refused = mobility_refusal(trial.recording)
+    if refused is not None:
+        return Finding.impossible(refused)
+    tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
+
+    def measured(recording: Recording) -> xr.Dataset:
+        return block_mobility(recording, tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
+
+    def silent(recording: Recording) -> Evidence:
+        return every_layer(measured(recording).share)
+
+    found = measured(trial.recording)
+    rows = [list(row) for row in trial.recording.batch.visible_ids][: case.constant("twin_prompts")]
+    twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows)
+    contrast = TwinContrast(
+        found.share.mean("layer").values, np.stack([measured(twin).share.mean("layer").values for twin in twins])
+    )
+    return Finding(
+        shortage=trial.chosen.alike,
+        evidence={"antisymmetric share": every_layer(found.share)},
+        controls={
+            "random field": every_layer(found.share_null),
+            "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no inverse"),
+        },
+        described={
+            "share of attention alone, mean over layers": Replicates(
+                found.share_attention.mean("layer").values, "prompts"
+            ),
+            "share of the squared drift outside the range of Sigma": Replicates(
+                found.outside.mean("layer").values, "prompts"
+            ),
+            **contrast.described("share, mean over layers"),
+        },
+        data=curve(
+            "share",
+            np.stack([by_prompt(found[name]) for name in ("share", "share_attention", "share_null")], -1),
+            {"layer": found.layer.values.tolist(), "drift": ("block", "attention", "random field")},
+            label="antisymmetric share of the Jacobian of Sigma^-1 b",
+            over="prompt",
+        ),
+        remark=f"The share runs {layer_means(found.share)}, that of attention alone "
+        f"{layer_means(found.share_attention)}, and the share of the squared drift outside the range of Sigma "
+        f"{layer_means(found.outside)}. {small_steps_premise(case)}",
+        setting=f"{trial.setting}; {tokens} tokens of each prompt, keys and values fixed",
+    )
 
 
 def mean_share(attention: SA, x: Tensor, matrices: Tensor, field: TokenField, tolerance: float) -> Tensor:

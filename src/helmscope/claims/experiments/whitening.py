@@ -1,28 +1,43 @@
-"""whitening: does rescaling by Sigma^(-1/2) turn a gradient drift with constant noise into a gradient flow?"""
+"""whitening: does rescaling by Sigma^(-1/2) turn a gradient drift with constant noise into a gradient flow? On a model,
+the drift of the MLP in the Sigma_A of attention.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from helmscope.claims.attention_trials import AttentionTrial, by_prompt, every_layer, layer_means
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import small_steps_premise
 from helmscope.meanfield.whitening import whiten
+from helmscope.observe.layer_whitening import SHARES, LayerWhitening
 
 if TYPE_CHECKING:
+    import xarray as xr
     from torch import Tensor
+
+    from helmscope.claims.evidence import Evidence
+    from helmscope.models.recording import Recording
 
 F64 = torch.float64
 HESSIAN = torch.tensor([[1.0, 0.5], [0.5, 2.0]], dtype=F64)  # the counterexample
 SIGMA = torch.diag(torch.tensor([1.0, 4.0], dtype=F64))
 
 
-@experiment("whitening", seconds=2)
+@experiment("whitening", seconds={"simulation": 2, "model": 15})
 def whitening(case: TrialCase) -> Finding:
+    """In simulation, random drifts -grad V and matrices Sigma; on a model, the MLP of every block and its Sigma_A."""
+    return _simulated(case) if case.subject.is_simulation else _on_model(case)
+
+
+def _simulated(case: TrialCase) -> Finding:
     """In the coordinates Sigma^(-1/2) x the Jacobian -S of a drift is -Sigma^(-1/2) S Sigma^(1/2). For -grad V, S is
     Hess V, which is symmetric before, but not after unless it commutes with Sigma; for -Sigma grad V, S = Sigma Hess V,
     it is the other way round.
@@ -66,6 +81,65 @@ def whitening(case: TrialCase) -> Finding:
         setting=f"simulation: quadratic V with random Hess V and constant random Sigma, d = "
         f"{', '.join(map(str, case.constant('dims')))}, {draws} draws each",
     )
+
+
+def _on_model(case: TrialCase) -> Finding:
+    """The antisymmetric share of the Jacobian of the MLP's force on the tangent space, after whitening by the mean
+    Sigma_A of a few tokens of the prompt minus before, on the range of that Sigma, at every block.
+
+    The control whitens by a matrix with the same eigenvalues and random eigenvectors in that range. Described: how much
+    Sigma_A varies over the tokens, and its commutator with Hess V, beside that of random eigenvectors.
+    """
+    trial = AttentionTrial.of(case)
+    if trial.without_ruling is not None:
+        return trial.without_ruling
+    tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
+    instrument = LayerWhitening(tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
+    refused = trial.recording.refusal(instrument)
+    if refused is not None:
+        return Finding.impossible(refused)
+    found = trial.recording.replay(instrument)[instrument.name]
+
+    def silent(recording: Recording) -> Evidence:
+        return every_layer(recording.replay(instrument)[instrument.name].change)
+
+    return Finding(
+        shortage=trial.chosen.alike,
+        evidence={
+            "change of the share": every_layer(found.change),
+            "variation of Sigma": _over_layers(found.variation),
+            "commutator": _over_layers(found.commutator),
+        },
+        controls={
+            "random eigenvectors": every_layer(found.change_null),
+            "blocks that write nothing": trial.silent_evidence(silent, "there is no Sigma to whiten by"),
+        },
+        described={
+            "share before, mean over layers": _over_layers(found.share_before),
+            "share after, mean over layers": _over_layers(found.share_after),
+            "commutator with random eigenvectors, mean over layers": _over_layers(found.commutator_null),
+        },
+        data=curve(
+            "share",
+            np.stack([by_prompt(found[name]) for name in SHARES], -1),
+            {"layer": found.layer.values.tolist(), "drift": ("MLP", "whitened", "whitened, random eigenvectors")},
+            label="antisymmetric share of the MLP's Jacobian",
+            over="prompt",
+        ),
+        remark=f"The share runs {layer_means(found.share_before)} before and {layer_means(found.share_after)} after "
+        f"whitening, the variation of Sigma {layer_means(found.variation)}, the commutator "
+        f"{layer_means(found.commutator)} ({layer_means(found.commutator_null)} with random eigenvectors). "
+        f"{small_steps_premise(case)}",
+        setting=f"{trial.setting}; {tokens} tokens of each prompt",
+    )
+
+
+def _over_layers(values: xr.DataArray) -> Evidence:
+    """The means over the layers of a described quantity, of the prompts that have one."""
+    means = values.mean("layer").values
+    if np.isfinite(means).sum() < 2:
+        return PremiseImpossible("the quantity is defined for no prompt")
+    return Replicates(means[np.isfinite(means)], "prompts")
 
 
 def shares(drift: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:

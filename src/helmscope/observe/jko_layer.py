@@ -1,0 +1,236 @@
+"""Whether a layer maps the cloud of its tokens as one step of Jordan, Kinderlehrer and Otto does.
+
+The tokens of several prompts before and after a layer are taken for the laws N(m, C) and N(m*, C*) of their directions
+(``pooled``). From the first one, the minimizer of
+
+    G(rho) = nu Ent(rho) + int V drho + W2^2(rho, N(m, C)) / (2 tau)
+
+with the quadratic V and the nu of the layer (``layer_energy``) is N(m', C') in closed form (``gaussian_jko_step``), and
+
+    share = 1 - W2(output, minimizer) / W2(input, minimizer)
+
+is the share of the gap that the layer closes, with W2 between Gaussian laws: the empirical W2 of clouds in 190
+dimensions measures their sparseness. V, nu and tau come from one half of the prompts, tau as the value with the largest
+share there; the shares are those of the other half, as jackknife pseudo-values, one per prompt.
+
+    share            in all directions in which the tokens of the first half vary
+    share_projected  in their leading principal axes (``components`` of them), with V restricted to these
+    share_mlp        of the MLP half-step alone, from the cloud that the MLP reads, with nu = 0: attention is the map T
+                     then, and counts in no nu (sequential blocks of a model only)
+    objective_...    G at the input, the output and the minimizer, with V = 0 at the mean of the input
+
+How to read it. 1: the output is the minimizer. 0: the layer comes no closer to it than its input; below 0 it moves
+away. tau is a coordinate: the size of a step in layers, if it is the right V.
+How it fails. A share above 0 in many dimensions can come from the means alone; tau is chosen in favor of the claim. A
+law that is far from a normal one has moments that say little. V is that of the MLP at the tokens: beyond it the
+quadratic form is an extrapolation. NaN where V and nu vanish, so that there is no gap. Fewer than four prompts are
+refused; of tokens that span few directions, as few are used.
+Cost. One replay, and about 60 eigendecompositions of d x d matrices for every layer and 6 for every prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from helmscope.models.recording import Recording
+from helmscope.models.topology import Kind
+from helmscope.models.watch import Site
+from helmscope.observe.depth_steps import check_finite, sphere_text
+from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep, laws
+from helmscope.observe.layer_energy import LayerEnergies, LayerEnergy
+from helmscope.observe.pairs import sphere_and_ids, without_first_token
+from helmscope.observe.track import check_system
+from helmscope.runs.bar import shows_progress
+from helmscope.stats.replicates import halves
+from helmscope.types import HelmscopeError, check_integer, check_progress, check_replicates, identity_coordinates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.types import System, Trajectory
+    from helmscope.types.progress import ProgressOption
+
+COMPONENTS = 4
+NAMES = {
+    "share": "share of the gap to the JKO minimizer that the layer closes (Gaussian laws)",
+    "share_projected": "share of the gap to the JKO minimizer that the layer closes, in leading principal axes",
+    "share_mlp": "share of the gap to the JKO minimizer that the MLP half-step closes, with nu = 0",
+    "objective_input": "JKO objective at the input of the layer",
+    "objective_output": "JKO objective at the output of the layer",
+    "objective_minimizer": "JKO objective at its minimizer",
+}
+
+
+@shows_progress("comparing layers with JKO steps")
+def jko_layer(
+    system: System, *, components: int = COMPONENTS, seed: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
+    """The share of the gap to the JKO minimizer that each layer closes, over (layer, prompt), for the prompts on which
+    V, nu and tau were not fitted; the coordinate ``prompt`` says which they are, and ``tau`` and ``nu`` are coordinates
+    of the layers. The module's docstring defines the quantities; those of single prompts are pseudo-values, and only
+    their mean is a share. ``seed`` draws the halves.
+
+    A layer of a simulation is the step from one stored time to the next. Raises HelmscopeError for fewer than four
+    prompts, for a system without attention or MLP, and for clouds that span too few directions.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.fields.block import Block
+    >>> from helmscope.fields.mlp import MLP
+    >>> from helmscope.solve.integrate import integrate
+    >>> x = torch.nn.functional.normalize(torch.randn(6, 9, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
+    >>> block = Block(SA(beta=1.0), MLP(w_in=torch.eye(3), w_out=-torch.eye(3)))
+    >>> jko_layer(integrate(block, x.double(), times=[0.0, 0.1]), components=2).share.shape
+    (1, 3)
+    """
+    steps = LayerSteps.of(system, seed=seed)
+    components = check_integer("components", components, at_least=1)
+    report, rows = check_progress(progress), []
+    for done, layer in enumerate(steps.layers, 1):
+        rows.append(steps.measured(layer, components=components))
+        report(done / len(steps.layers))
+    return steps.measurement(rows)
+
+
+def jko_refusal(system: System) -> str | None:
+    """Why ``jko_layer`` cannot be taken of a system, in one sentence; None if it can.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> jko_refusal(integrate(SA(beta=1.0), torch.eye(2), times=[0.0, 1.0]))
+    'system has 1 system, but jko_layer fits on one half of them and needs at least 4'
+    """
+    prompts, states = system.trajectory.states.shape[1], len(system.trajectory.times)
+    if prompts < 4:
+        some = f"{prompts} {system.replicate}{'' if prompts == 1 else 's'}"
+        return f"system has {some}, but jko_layer fits on one half of them and needs at least 4"
+    if states < 2:
+        return "system has 1 stored time, but jko_layer compares two"
+    if isinstance(system, Recording) and system.anatomy.has_cross:
+        return "system is a decoder that reads an encoder, but jko_layer needs blocks of attention and MLP"
+    return system.refusal(LayerEnergies([]))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSteps:
+    """The clouds of a system on the unit sphere, without the first token, the energies of its layers, fitted on the
+    prompts ``selection``, and the prompts ``test`` of the shares. ``depths`` has the indices of the states before and
+    after each layer, and between its halves where a model has one.
+    """
+
+    path: Trajectory
+    depths: Mapping[int, tuple[int, int, int | None]]
+    energies: Mapping[int, LayerEnergy]
+    selection: np.ndarray
+    test: np.ndarray
+    source: System
+
+    @classmethod
+    def of(cls, system: System, *, seed: int = 0) -> LayerSteps:
+        """The steps of a system; one replay."""
+        reason = jko_refusal(check_system(system))
+        if reason is not None:
+            raise HelmscopeError(reason)
+        path = check_finite(without_first_token(sphere_and_ids(system, None)[0]))
+        selection, test = halves(path.states.shape[1], seed=seed)
+        instrument = LayerEnergies(selection)
+        system.replay(instrument, progress=False)
+        energies = instrument.energies
+        depths = {k: value for k, value in _depths(system).items() if k in energies}
+        return cls(path, depths, energies, selection, test, system)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with a state before and after them."""
+        return list(self.depths)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        weights = self.path.weights
+        assert weights is not None
+        if not bool((weights == weights[0]).all()):
+            raise HelmscopeError("weights of the trajectory change over time, but jko_layer needs fixed ones")
+        return weights[0].double().cpu()
+
+    def clouds(self, layer: int, *, mlp: bool = False) -> CloudPair:
+        """The tokens before and after a layer, or its MLP half-step."""
+        first, last, between = self.depths[layer]
+        first = first if not mlp or between is None else between
+        before, after = (self.path.states[k].double().cpu() for k in (first, last))
+        return CloudPair(before, after, self._weights)
+
+    def fitted(self, layer: int, *, most: int | None = None, energy: LayerEnergy | None = None) -> FittedStep:
+        """The step of a layer, for its own energy or another one."""
+        pair = self.clouds(layer)
+        axes = pair.axes(self.path.states.shape[-1] if most is None else most, self.selection, self.test)
+        return pair.fit(self.energies[layer] if energy is None else energy, axes, self.selection)
+
+    def pseudo_values(self, layer: int, step: FittedStep) -> dict[str, np.ndarray]:
+        """The ``PARTS`` of a step, one pseudo-value for each test prompt."""
+        found = self.clouds(layer).pseudo_values(step, self.test).numpy()
+        return {name: found[:, k] for k, name in enumerate(PARTS)}
+
+    def shares(self, layer: int, step: FittedStep, *, mlp: bool = False) -> np.ndarray:
+        """The share of the gap closed alone, one pseudo-value for each test prompt."""
+        found: np.ndarray = self.clouds(layer, mlp=mlp).pseudo_values(step, self.test, parts=1).numpy()[:, 0]
+        return found
+
+    def share(self, layer: int, step: FittedStep) -> float:
+        """The share of the gap closed over all test prompts, without its jackknife."""
+        return step.closed(*laws(self.clouds(layer).moments(step.axes, self.test).whole))
+
+    def measured(self, layer: int, *, components: int) -> dict[str, np.ndarray]:
+        """All quantities of a layer for the test prompts, and its tau."""
+        step = self.fitted(layer)
+        values = self.pseudo_values(layer, step)
+        values["share_projected"] = self.shares(layer, self.fitted(layer, most=components))
+        if self.depths[layer][2] is not None:
+            pair = self.clouds(layer, mlp=True)
+            axes = pair.axes(self.path.states.shape[-1], self.selection, self.test)
+            alone = pair.fit(replace(self.energies[layer], nu=0.0), axes, self.selection)
+            values["share_mlp"] = self.shares(layer, alone, mlp=True)
+        return values | {"tau": np.array(step.tau)}
+
+    def measurement(self, rows: list[dict[str, np.ndarray]]) -> xr.Dataset:
+        """The Measurement of the values of all layers."""
+        axis, over, layers = self.source.layer_axis, self.path.replicate, self.layers
+        times = layers if isinstance(self.source, Recording) else self.path.times.cpu().numpy()[layers]
+        data = {
+            name: ((axis, over), np.stack([row[name] for row in rows]), {"long_name": long_name})
+            for name, long_name in NAMES.items()
+            if name in rows[0]
+        }
+        names = self.path.identities
+        coords = {
+            axis: np.asarray(times),
+            over: self.test,
+            "tau": (axis, np.array([float(row["tau"]) for row in rows])),
+            "nu": (axis, np.array([self.energies[layer].nu for layer in layers])),
+            **identity_coordinates(over, None if names is None else [names[k] for k in self.test]),
+        }
+        return check_replicates(xr.Dataset(data, coords)).assign_attrs(
+            sphere=sphere_text(self.source),
+            radius="recorded radius of each token",
+            potential="quadratic: mean force and symmetric part of the mean Jacobian of the MLP over the tokens",
+            replicates="jackknife pseudo-values of the prompts on which nothing was fitted",
+        )
+
+
+def _depths(system: System) -> dict[int, tuple[int, int, int | None]]:
+    """The indices of the states before and after each layer, and between its halves if the MLP reads that state."""
+    if not isinstance(system, Recording):
+        return {k: (k, k + 1, None) for k in range(len(system.trajectory.times) - 1)}
+    anatomy, found = system.anatomy, {}
+    for layer in system.layers:
+        first, last = (anatomy.depths.at(layer, site) - system.first for site in (Site.INPUT, Site.OUTPUT))
+        parallel = anatomy.layers[layer].wiring.kind is Kind.PARALLEL
+        if first >= 0:
+            found[layer] = (first, last, None if parallel else first + 1)
+    return found

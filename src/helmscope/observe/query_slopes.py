@@ -1,0 +1,209 @@
+"""Derivatives of attention weights by the state of the query, at a few tokens, with keys and values frozen.
+
+    D_y P_ij = sum_c D_(q_c) P_ij  D_y q_c
+
+for the state y of a token i and the coordinates q_c of its queries. In a model the first factor is the derivative of
+the family's own attention function (scale, caps, sinks and masks included) at the sampled queries, and the second comes
+from one vector-Jacobian product for each coordinate, through the norm and whatever the family does to its queries. A
+simulation is differentiated along the axes of R^d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.attention import Attention, softmax_kernel, sum_kernel
+from helmscope.fields.block import Block
+from helmscope.fields.hardmax import Hardmax
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.sinkhorn import SinkhornAttention
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.kernels.dense import transformed_logits
+from helmscope.models.recording import Recording
+from helmscope.models.replay import InstrumentFeed
+from helmscope.models.tap import Attended, eager_of
+from helmscope.models.watch import Observer, Site
+from helmscope.observe.attention_divergence import FrozenCloud
+from helmscope.observe.layer_whitening import taken
+from helmscope.solve.replay import attention_of
+from helmscope.types import Half, HelmscopeError, Needs, ReplayPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from helmscope.models.tap import Call
+    from helmscope.solve.simulation import Simulation
+    from helmscope.types import Instrument, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
+
+AGREEMENT = 1e-4  # of attention weights computed for sampled queries with those of the model
+
+
+def slopes_refusal(system: System, name: str) -> str | None:
+    """Why the weights of a system cannot be differentiated by one query, in one sentence; None if they can.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility")
+    """
+    if isinstance(system, Recording):
+        if system.anatomy.tapped:
+            return None
+        return (
+            f"system is a recording of {type(system.anatomy.model).__name__}, whose attention is outside the registry "
+            f"of transformers, but {name} needs keys and values that can be frozen"
+        )
+    attention = attention_of(system.field)  # type: ignore[attr-defined]
+    for head in attention.heads if isinstance(attention, MultiHead) else [attention]:
+        if isinstance(head, Hardmax | SinkhornAttention):
+            return f"field has heads of {type(head).__name__}, but only SA and USA attend to a frozen cloud"
+    return None
+
+
+@full_precision
+def simulated_slopes(
+    simulation: Simulation, state: Float[Tensor, "rows n d"], chosen: Int[Tensor, "rows tokens"]
+) -> Float[Tensor, "rows tokens heads n d"]:
+    """D_y P_ij of a simulation at its states, for chosen tokens i.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=1.0), torch.eye(2).double().expand(1, 2, 2), times=[0.0])
+    >>> simulated_slopes(run, run.states[0], torch.tensor([[0]])).sum(-2).abs().max() < 1e-15  # weights sum to 1
+    tensor(True)
+    """
+    field, weights = simulation.field, simulation.problem.weights
+    attention = attention_of(field)
+    assert isinstance(attention, Attention | MultiHead)
+
+    def read(y: Tensor) -> Tensor:
+        return field.placement.read(Half.ATTENTION, y) if isinstance(field, Block) else y
+
+    key = attention.request(read(state), weights, tangent=False).key
+
+    def kernel(y: Tensor) -> Tensor:
+        request = replace(attention.request(read(y), weights, tangent=False), key=key)
+        pairs = transformed_logits(request)
+        found: Tensor = (softmax_kernel if attention.normalized else sum_kernel)(pairs, request.weights)
+        return found if found.ndim == 4 else found.unsqueeze(1)
+
+    columns = []
+    for axis in torch.eye(state.shape[-1], dtype=state.dtype, device=state.device):
+        moved = torch.func.jvp(kernel, (state,), (axis.expand_as(state).contiguous(),))[1]
+        columns.append(_rows(moved, chosen))
+    return torch.stack(columns, -1).transpose(1, 2).double()
+
+
+class RecordedSlopes(Observer):
+    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward with derivatives that also
+    feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
+    """
+
+    needs_all_layers = True
+    sees_attention = True
+
+    def __init__(self, recording: Recording, choose: Callable[[ReplayContext, Tensor], Tensor]) -> None:
+        self.recording, self.choose = recording, choose
+        self.leaves: dict[int, Tensor] = {}
+        self._places = InstrumentFeed(recording, [], Needs.NOTHING)
+        self._found: dict[int, Tensor] = {}
+
+    def feed(self, instrument: Instrument, progress: ProgressOption) -> None:
+        """Run the model once and pass every layer to the instrument."""
+        recording = self.recording
+        layers, batch = recording.layers, recording.batch
+        instrument.start(
+            ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(batch), batch.identities)
+        )
+        runner = recording.runner.under(FrozenCloud(self.leaves))
+        runner.forward(self, _Detached(recording, [instrument], instrument.needs), gradients=True, progress=progress)
+
+    def of(self, layer: int) -> Float[Tensor, "rows tokens heads n d"]:
+        """The derivatives in a layer, of the current chunk."""
+        return self._found.pop(layer)
+
+    @full_precision
+    def after(self, layer: int, call: Call | None, result: Attended) -> None:
+        """Differentiate the weights of a layer."""
+        if layer not in self.recording.layers:
+            return
+        assert call is not None
+        y = self.leaves[layer]
+        self._places.chunk = self.chunk
+        state = y.detach()
+        chosen = self.choose(self._places.context(layer, Half.ATTENTION, state), state)
+        by_query = self._by_query(layer, call, result, chosen)  # (rows, heads, tokens, n, r)
+        by_state = _query_jacobian(call.query, y, chosen)  # (rows, heads, tokens, r, d)
+        self._found[layer] = (by_query.double() @ by_state.double()).transpose(1, 2)
+
+    def _by_query(self, layer: int, call: Call, result: Attended, chosen: Tensor) -> Tensor:
+        """D_q P of the sampled queries, by the attention function of the family."""
+        inputs = [call.query, call.key, call.value]
+        query, key, value = (part.detach().float() if part.dtype.itemsize < 4 else part.detach() for part in inputs)
+        mask, eager = None if call.mask is None else _rows_of_mask(call.mask, chosen), eager_of(call.module)
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(query)
+
+        def weights(q: Tensor) -> Tensor:
+            found: Tensor = eager(call.module, q, key, value, mask, **call.rest)[1]
+            return found
+
+        few = _rows(query, chosen)
+        with torch.no_grad():
+            difference = (weights(few) - _rows(result.weights.detach(), chosen)).abs().amax()
+        if not float(difference) <= AGREEMENT:
+            raise HelmscopeError(
+                f"layer {layer} of {type(self.recording.anatomy.model).__name__} computes other attention weights for "
+                "some queries alone, but the derivatives by one query need the same ones"
+            )
+        columns = []
+        for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):
+            columns.append(torch.func.jvp(weights, (few,), (axis.expand_as(few).contiguous(),))[1])
+        return torch.stack(columns, -1)
+
+
+class _Detached(InstrumentFeed):
+    """Feeds an instrument during a forward with derivatives, without them."""
+
+    def state(self, site: Site, layer: int, value: Tensor) -> None:
+        super().state(site, layer, value.detach())
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> None:
+        if call is not None:
+            call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
+        super().after(layer, call, Attended(result.output.detach(), result.weights.detach()))
+
+
+def _query_jacobian(query: Tensor, y: Tensor, chosen: Tensor) -> Float[Tensor, "rows heads tokens r d"]:
+    """D_y q of the queries of chosen tokens: one vector-Jacobian product for each coordinate, for all tokens at once,
+    since a query depends on the state of its own token only.
+    """
+    heads, r = query.shape[1], query.shape[-1]
+    found = torch.zeros(len(y), heads, chosen.shape[1], r, y.shape[-1], dtype=y.dtype, device=y.device)
+    if not query.requires_grad:
+        return found
+    for head in range(heads):
+        for c in range(r):
+            z = torch.zeros_like(query)
+            z[:, head, :, c] = 1.0
+            (gradient,) = torch.autograd.grad(query, y, z, retain_graph=True, allow_unused=True)
+            if gradient is not None:
+                found[:, head, :, c] = taken(gradient, chosen)
+    return found
+
+
+def _rows(values: Float[Tensor, "rows heads n k"], chosen: Tensor) -> Float[Tensor, "rows heads tokens k"]:
+    """The rows of chosen tokens, of every head."""
+    return values.gather(2, chosen[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[-1]))
+
+
+def _rows_of_mask(mask: Tensor, chosen: Tensor) -> Tensor:
+    """The rows of a mask for chosen queries; a mask that is the same for all of them is left as it is."""
+    if mask.shape[-2] == 1:
+        return mask
+    whole = mask.expand(len(chosen), *mask.shape[1:])
+    return _rows(whole, chosen)
