@@ -79,8 +79,8 @@ class FurtherMeasurement:
     def cost(self, *, quick: bool) -> float:
         """The time in eager forwards of the model.
 
-        >>> further_measurements()[-2].cost(quick=False) > further_measurements()[-2].cost(quick=True)
-        True
+        >>> [further.cost(quick=True) for further in further_measurements() if further.name == "depth_flow"]
+        [14]
         """
         return self.forwards[int(quick)]
 
@@ -122,7 +122,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
         FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
         FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
-        FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
+        FurtherMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
     )
 
 
@@ -201,7 +201,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'map_entropy', 'mlp_projection']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_layer', 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {
@@ -233,7 +233,7 @@ def measure(
     >>> from helmscope.solve.integrate import integrate
     >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> list(measured), measured["kernel_statistics"].row_mass.dims
-    (['kernel_statistics', 'attention_drift', ..., 'depth_flow'], ('time', 'system'))
+    (['kernel_statistics', 'attention_drift', ..., 'mobility'], ('time', 'system'))
     """
     if instruments:
         if only is not None or quick:
