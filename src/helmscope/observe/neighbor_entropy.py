@@ -2,12 +2,13 @@
 
 For N points in R^p, r_i the distance from point i to its k-th nearest neighbor and V_p = pi^(p/2) / Gamma(p/2 + 1),
 
-    H = psi(N) - psi(k) + log V_p + (p / N) sum_i log r_i          [Kozachenko and Leonenko 1987]
+    H = psi(N) - psi(k) + log V_p + (p / N) sum_i log r_i
 
-in nats, psi the digamma function. Its bias grows fast with p: at p = 191 and N = 8,192 it reads a normal law 40 nats
-too high. So the cloud is first projected to its first p <= 8 principal axes, and the result is the entropy of that
-projection, which says nothing about the other axes. Copies of a point have distance 0 and entropy -infinity: all but
-one are removed before, and counted.
+in nats, psi the digamma function (L. F. Kozachenko and N. N. Leonenko, *Sample estimate of the entropy of a random
+vector*, Problems of Information Transmission 23, 1987, 95-101). Its bias grows fast with p: at p = 191 and N = 8,192 it
+reads a normal law 40 nats too high. So the cloud is first projected to its first p <= 8 principal axes, and the result
+is the entropy of that projection, which says nothing about the other axes. Copies of a point have distance 0 and
+entropy -infinity: all but one are removed before, and counted.
 
 The jackknife over groups of points (prompts) is exact for a fixed projection: without a group only those distances
 change whose first k neighbors contain a point of it.
