@@ -128,3 +128,14 @@ def test_a_common_trend_over_training_is_not_a_correlation_of_layers() -> None:
     assessment = low_coherence._rank_correlation(first, second).weigh(Region(text="above 0", above=0.0))
     assert assessment.ruling is Ruling.INCONCLUSIVE
     assert abs(assessment.interval.estimate) < 0.2
+
+
+def test_the_premise_is_printed_and_two_layers_are_too_few_replicates() -> None:
+    with Subject(model("gradient"), ROWS) as subject:
+        assert "Premise: small-steps is" in try_claim("mlp-conservative", quick=True, subject=subject).verdict.sentence
+    sizes = {"vocab_size": 64, "n_embd": D, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    two = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    with Subject(two, ROWS) as subject:
+        verdict = try_claim("low-coherence", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert "of which it needs 3, and has 2" in verdict.sentence

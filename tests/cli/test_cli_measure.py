@@ -121,3 +121,33 @@ def test_the_estimate_counts_forwards():
     assert full.work == f"{len(measurement_names())} measurements of 4 texts"
     assert full.seconds > some.seconds > 0
     assert run is hs.jobs.run
+
+
+def test_texts_of_different_lengths_and_what_needs_four_of_them(helmscope, tmp_path):
+    texts = ["Once upon a time there was a cat.", "The dog ran home.", "Lily had a red ball.", "Tom saw a big tree."]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    words = ("measure", "A", "--texts", "texts.txt", "--tokens", "6", "--quick", "--out", "run", "--json")
+    code, out, _ = helmscope(*words, "--only", "mlp_projection", "--only", "depth_steps")
+    assert code == 0
+    assert json.loads(out)["measured"]["mlp_projection"]["swirl_bound"]["n"] == 4
+    recording = hs.record("A", [Subject("A").loaded.tokenizer.decode(row[:6]) for row in Subject("A", texts).token_ids])
+    steps = hs.store.RunFolder.open("run").read_results("depth_steps")
+    assert steps.angle.values == pytest.approx(hs.observe.depth_steps(recording).angle.values, rel=1e-4, nan_ok=True)
+
+
+def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise hs.HelmscopeError("this model has no depth")
+
+    monkeypatch.setattr("helmscope.observe.measure.depth_steps", fails)
+    monkeypatch.setattr("helmscope.observe.measure.measurement_names", lambda: ("arc_length", "depth_steps"))
+    monkeypatch.setattr("helmscope.observe.measure.refusals", lambda system: {"arc_length": None, "depth_steps": None})
+    code, out, _ = helmscope(*SMALL, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert list(report["measured"]) == ["arc_length"]
+    assert report["skipped"] == {"depth_steps": "this model has no depth"}
+    with pytest.warns(UserWarning, match="depth_steps is left out: this model has no depth"):
+        assert list(hs.measure(hs.record("A", ["Once upon a time"]))) == ["arc_length"]
+    with pytest.raises(hs.HelmscopeError, match="this model has no depth"):
+        hs.measure(hs.record("A", ["Once upon a time"]), only=["depth_steps"])

@@ -68,7 +68,7 @@ def test_shares_are_the_loops_over_tokens(force):
                     "swirl_index_weighted": share_of(root @ jacobian @ root),
                     "positive_trace_share": float(jacobian.trace() > 0),
                     "weighted_trace": (jacobian @ covariance).trace().item(),
-                    "covariance_rank": min(len(tokens) - 1, D),
+                    "covariance_rank_limit": min(len(tokens) - 1, D),
                 }
             )
         for name in rows[0]:

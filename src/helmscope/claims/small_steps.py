@@ -4,11 +4,14 @@ take depth for continuous time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import SubjectKind
 from helmscope.claims.evidence import EverySample, PremiseImpossible
+from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import registered_case
@@ -87,6 +90,26 @@ def small_steps_premise(case: TrialCase) -> str:
     return case.subject.measured(("small-steps premise", case.quick), lambda: _premise(case), len)
 
 
+def prints_premise(function: Callable[[TrialCase], Finding]) -> Callable[[TrialCase], Finding]:
+    """Decorator of an experiment: the ruling of small-steps on the model is the last sentence of its remark.
+
+    >>> from helmscope.claims.registry import TrialCase
+    >>> from helmscope.models.subject import Subject
+    >>> tried = prints_premise(lambda case: Finding(PremiseImpossible("no MLP")))
+    >>> tried(TrialCase(subject=Subject.simulation())).remark
+    ''
+    """
+
+    @wraps(function)
+    def tried(case: TrialCase) -> Finding:
+        finding = function(case)
+        if case.subject.is_simulation or isinstance(finding.evidence, PremiseImpossible) or not finding.evidence:
+            return finding
+        return replace(finding, remark=f"{finding.remark} {small_steps_premise(case)}".strip())
+
+    return tried
+
+
 def _premise(case: TrialCase) -> str:
     (condition,) = entry(CLAIM).conditions_on(SubjectKind.MODEL)
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
@@ -105,6 +128,8 @@ def _premise(case: TrialCase) -> str:
     angle = f"{means[largest]:.2g} rad at {sizes.names[largest]}"
     (control,) = (each for each in entry(CLAIM).controls if each.name == SILENT)
     without = StepSizes.of(silenced(recording)).evidence.weigh(condition.region).ruling
+    if prompts.alike:
+        return f"Premise: small-steps has no ruling here, since {prompts.alike} ({angle})."
     if without.value not in control.expected:
         return f"Premise: small-steps is inconclusive here ({angle}; its control without writes fails)."
     return f"Premise: small-steps is {assessment.ruling.value} here ({angle})."

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from helmscope.jobs.cost import Estimate
-    from helmscope.models.recording import Recording
     from helmscope.models.subject import Subject
 
 TEXTS, TOKENS = (64, 32), (128, 64)  # of a full and of a quick run
@@ -28,7 +27,7 @@ REPLAY, JOINT = (
     "replay",
     "__",
 )  # the unit of all streaming instruments, and what joins their names to those of variables
-PICTURE = "measurements.png"
+PICTURE, LEFT_OUT = "measurements.png", "left_out"
 
 
 class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
@@ -93,7 +92,16 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
                 f"texts[{short}] has {pluralized(len(rows[short]), 'token')} for model {whole.name}, but a measurement "
                 f"needs at least {MIN_TOKENS} in each"
             )
-        return Subject(self.model, rows, device=device)
+        if len({len(row) for row in rows}) == 1:
+            return Subject(self.model, rows, device=device)
+        # token ids have no padding, so that texts of different lengths stay texts
+        tokenizer = whole.loaded.tokenizer
+        assert tokenizer is not None
+        cut = [
+            text if len(ids) <= len(row) else tokenizer.decode(row, skip_special_tokens=True)
+            for text, ids, row in zip(whole.texts, whole.token_ids, rows, strict=False)
+        ]
+        return Subject(self.model, cut, device=device, truncate=True)
 
     @property
     def title(self) -> str:
@@ -117,7 +125,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         size = subject_size(subject)
         amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
         check_memory(f"model is '{self.model}' with {amounts}", size.bytes // 8)
-        reasons = refusals(_probe(subject))
+        reasons = refusals(subject.recording)
         for name in self.only:
             reason = reasons[name]
             if reason is not None:
@@ -126,6 +134,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         streamed = [each.name for each in streaming_instruments() if each.name in names]
         groups = ({REPLAY: streamed} if streamed else {}) | {name: [name] for name in names if name not in streamed}
         shared = {"subject": subject.as_data(), "identity": subject.identity, "quick": self.quick, "seed": self.seed}
+        shared["asked"] = bool(self.only)
         canonical = {
             "model": str(subject.as_data()["model"]),
             "texts": self.texts and str(Path(self.texts).resolve()),
@@ -148,20 +157,26 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         return measurement_cost(self)
 
 
-def _probe(subject: Subject) -> Recording:
-    """A recording of the first texts, which suffices to find out what a model supports."""
-    return subject.recording_of(subject.texts[:1])
+def measurement_unit(
+    names: list[str], subject: dict[str, Any], identity: str, quick: bool, seed: int, asked: bool
+) -> xr.Dataset:
+    """Unit of work: the measurements of these names, joined in one Dataset; ``identity`` is that of the subject. One
+    that fails and was not ``asked`` for by name gives an empty Dataset with the reason.
+    """
+    import xarray as xr
 
-
-def measurement_unit(names: list[str], subject: dict[str, Any], identity: str, quick: bool, seed: int) -> xr.Dataset:
-    """Unit of work: the measurements of these names, joined in one Dataset; ``identity`` is that of the subject."""
     from helmscope.models.subject import Subject
     from helmscope.observe.measure import measure
 
     chosen = Subject.from_data(subject)
     if chosen.identity != identity:
         raise HelmscopeError(f"model or texts of {chosen.name} have changed since the run was planned: start a new one")
-    return join_measurements(measure(chosen.recording, only=names, quick=quick, seed=seed))
+    try:
+        return join_measurements(measure(chosen.recording, only=names, quick=quick, seed=seed))
+    except HelmscopeError as error:
+        if asked:
+            raise
+        return xr.Dataset(attrs={LEFT_OUT: str(error)})
 
 
 def join_measurements(measured: Mapping[str, xr.Dataset]) -> xr.Dataset:
@@ -242,6 +257,9 @@ class MeasurementJob(Job):
 
         results = self.run_units(work, "measuring")
         found = {name: each for unit in self.units for name, each in split_measurements(results[unit.name]).items()}
+        failed = {
+            unit.name: each.attrs[LEFT_OUT] for unit in self.units if LEFT_OUT in (each := results[unit.name]).attrs
+        }
         measured = {name: found[name] for name in measurement_names() if name in found}
         for name, each in measured.items():
             work.folder.write_results(name, each)
@@ -251,7 +269,7 @@ class MeasurementJob(Job):
             spec=self.spec,
             folder=work.folder,
             measured=measured,
-            skipped=self.skipped,
+            skipped={**self.skipped, **failed},
             picture=picture,
-            notes=tuple(pictures.notes),
+            notes=(*(f"no {name}: {reason}" for name, reason in failed.items()), *pictures.notes),
         )

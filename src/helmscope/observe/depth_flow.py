@@ -33,7 +33,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, with_halves
-from helmscope.observe.frozen_token import FrozenToken, frozen_token, orthonormal
+from helmscope.observe.frozen_token import FrozenToken, frozen_token, orthonormal, refusal_of_flow
 from helmscope.observe.pairs import without_first_token
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -99,6 +99,22 @@ def depth_flow(
     return _as_measurement(means, path, system).assign_attrs(
         tokens=tokens, iterations=iterations, seed=seed, derivative="of one token, the others frozen"
     )
+
+
+def flow_refusal(system: System) -> str | None:
+    """Why ``depth_flow`` cannot be taken of a system, in one sentence; None if it can.
+
+    >>> flow_refusal(None)
+    'system is a NoneType, but it must be a Recording or a Simulation'
+    """
+    reason = refusal_of_flow(system)
+    if reason is not None:
+        return reason
+    try:
+        _choose_tokens(system.trajectory, 1, _generator(0))
+    except HelmscopeError as error:
+        return str(error)
+    return None
 
 
 def _generator(seed: int) -> torch.Generator:

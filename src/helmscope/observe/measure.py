@@ -4,6 +4,7 @@ often or need no run at all.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,12 +17,11 @@ from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpec
 from helmscope.observe.balance import KernelBalance
 from helmscope.observe.block_steps import steps_refusal
 from helmscope.observe.context_noise import context_noise, context_refusal, own_contexts
-from helmscope.observe.depth_flow import depth_flow
+from helmscope.observe.depth_flow import depth_flow, flow_refusal
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.entropy import entropy_along_depth, entropy_refusal
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
-from helmscope.observe.frozen_token import refusal_of_flow
 from helmscope.observe.generator_test import generator_test
 from helmscope.observe.jko_layer import jko_layer, jko_refusal
 from helmscope.observe.kernel import KernelStatistics
@@ -119,7 +119,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
         FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (11, 14)),
-        FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
+        FurtherMeasurement("depth_flow", _depth_flow, (24, 14), flow_refusal),
         FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
         FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
         FurtherMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
@@ -225,8 +225,9 @@ def measure(
     flow of one token and the transport ratios; ``only`` selects some of them by name. With ``quick`` those that sample
     take smaller samples; ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward
     for each chunk of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means
-    with intervals, and ``hs.plot`` draws all of them over depth. Raises HelmscopeError for an instrument or a name in
-    ``only`` that the system does not support. ``progress`` is called with the share of the work done.
+    with intervals, and ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning,
+    unless it is named in ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does
+    not support. ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -250,7 +251,13 @@ def measure(
         done += REPLAY_FORWARDS
     for each in further:
         cost = each.cost(quick=quick)
-        measured[each.name] = each.function(system, quick=quick, seed=seed, progress=_share(report, done, cost, total))
+        share = _share(report, done, cost, total)
+        try:
+            measured[each.name] = each.function(system, quick=quick, seed=seed, progress=share)
+        except HelmscopeError as error:  # what nobody asked for by name must not cost the other results
+            if only is not None:
+                raise
+            warnings.warn(f"{each.name} is left out: {error}", stacklevel=2)
         done += cost
         report(done / total)
     return measured

@@ -14,7 +14,7 @@ each in [0, 1], the mean over the tokens of a prompt; 0 for the gradient of a po
 How to read it. Independent random weights give 1/2 for each. A low weighted share with a high plain one: f is nearly a
 gradient within the cloud. ``positive_trace_share`` is the share of tokens with tr J > 0, and ``weighted_trace`` is
 tr(J C): below 0 the force pulls the tokens of the prompt together.
-How it fails. With fewer tokens than dimensions C has rank n - 1 (``covariance_rank``) and says nothing about the other
+How it fails. With fewer tokens than dimensions C has rank n - 1 (``covariance_rank_limit``): it does not see the other
 directions; identical tokens have C = 0 and no weighted share (NaN). J = 0 has no share (NaN at such tokens, which the
 mean leaves out).
 Cost. One replay, O(h^2) per token for the plain and tangent shares, and O(h^2 n) per prompt for C.
@@ -47,7 +47,7 @@ LABELS = {
     "swirl_index_weighted": "antisymmetric share of the MLP's Jacobian, weighted by the covariance of the tokens",
     "positive_trace_share": "share of tokens at which the MLP's Jacobian has a trace above 0",
     "weighted_trace": "tr(J C), C the covariance of the tokens",
-    "covariance_rank": "largest possible rank of C: tokens minus one, or the dimension",
+    "covariance_rank_limit": "largest possible rank of C: tokens minus one, or the dimension",
 }
 
 
@@ -236,7 +236,7 @@ def _summary(
         "swirl_index_weighted": _mean(weighted.antisymmetric_share, weights),
         "positive_trace_share": _mean(positive, weights),
         "weighted_trace": _mean(weighted.trace, weights),
-        "covariance_rank": weights.new_tensor(float(min(counted - 1, factor.shape[-1]))),
+        "covariance_rank_limit": weights.new_tensor(float(min(counted - 1, factor.shape[-1]))),
     }
 
 

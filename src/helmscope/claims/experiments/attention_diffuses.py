@@ -17,6 +17,7 @@ from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Repl
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.fields.attention import SA
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
@@ -39,6 +40,7 @@ DEGREE = 256  # resolves e^(beta cos) up to beta = 1000
 
 
 @experiment("attention-diffuses", seconds={"simulation": 1, "model": 60})
+@prints_premise
 def attention_diffuses(case: TrialCase) -> Finding:
     """In simulation, the sign of the heat limit; on a model, the covariance of increments over contexts."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)

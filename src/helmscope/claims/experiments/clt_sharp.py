@@ -13,6 +13,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.observe.context_noise import context_groups, context_noise
 from helmscope.observe.kernel import normalized_rows
@@ -30,6 +31,7 @@ EPSILON = 0.5  # of the Lindeberg share: terms above this many standard deviatio
 
 
 @experiment("clt-sharp", seconds={"model": 20})
+@prints_premise
 def clt_sharp(case: TrialCase) -> Finding:
     """The share of attention rows i >= 10, counted from 1, whose largest weight is at most 0.1, over all heads and
     layers; one value per prompt.

@@ -10,6 +10,7 @@ from helmscope.claims.attention_trials import AttentionTrial, OneHead, PlantedSi
 from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.observe.attention_noise import AttentionNoiseSpectrum
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @experiment("elliptic", seconds={"model": 20})
+@prints_premise
 def elliptic(case: TrialCase) -> Finding:
     """The smallest tangent eigenvalue of Sigma_A summed over heads, over the mean one, at every layer; the mean over a
     few tokens of each prompt, drawn by the seed.

@@ -14,6 +14,7 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import MlpShares
 from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.bundled_models import ablated_training_history, is_bundled, training_history
 from helmscope.observe.mlp_jacobian import MlpJacobian
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
 PERMUTED = 100  # permutations of the shares over layers
 LARGEST, LARGEST_Z = 1 - 1e-9, 15.0  # of correlations and pseudo-values, so that those of perfect order are finite
+LEAST_LAYERS = 3
 CORRELATION = BoundedScale((-1.0, 1.0))
 ONE_BLOCK = "all layers share the weights of one block, and one layer has no interval"
 
 
 @experiment("low-coherence", seconds={"model": 15})
+@prints_premise
 def low_coherence(case: TrialCase) -> Finding:
     """Replicates are layers. Alignment: mean |cos(w_j, v_j)| minus its mean over permuted pairs. Rank correlation: over
     the layers, of alignment with 1 minus the antisymmetric share of the MLP's Jacobian; for A its mean over the
@@ -51,7 +54,9 @@ def low_coherence(case: TrialCase) -> Finding:
         return Finding.impossible("the MLPs write nothing, so that there is nothing for their rows to align with")
     excess = _excess(weights)
     ratio = _over_layers(weights.coherence_max / weights.coherence_gaussian)
-    if len({tuple(row) for row in np.stack([excess, ratio], -1).tolist()}) < 2 or len(excess) < 3:
+    if len(excess) < LEAST_LAYERS:
+        return Finding.impossible(f"the replicates are layers, of which it needs {LEAST_LAYERS}, and has {len(excess)}")
+    if len({tuple(row) for row in np.stack([excess, ratio], -1).tolist()}) < 2:
         return Finding.impossible(
             f"{ONE_BLOCK}: alignment minus null {excess[0]:.3f}, coherence {ratio[0]:.2f} times Gaussian"
         )

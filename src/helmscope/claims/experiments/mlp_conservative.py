@@ -15,6 +15,7 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import NOTHING_WRITTEN, MlpShares, half_steps
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.jacobian_algebra import JacobianInvariants
 from helmscope.geometry.sphere import retract
@@ -36,6 +37,7 @@ SYMMETRIC_TOKENS = 2  # of each prompt, whose Jacobians are stored whole
 
 
 @experiment("mlp-conservative", seconds={"model": 30})
+@prints_premise
 def mlp_conservative(case: TrialCase) -> Finding:
     """The antisymmetric share |A|^2/|Df|^2 of every MLP, the mean over the tokens of a prompt, in the coordinates of
     the unit sphere (the norm before the MLP folded in). A gradient has 0, independent random weights 1/2.

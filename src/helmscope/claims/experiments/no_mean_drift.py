@@ -11,6 +11,7 @@ from helmscope.claims.attention_trials import AttentionTrial, RatioOfKernel, by_
 from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.balance import KernelBalance, balanced_kernel
 from helmscope.observe.kernel import KernelStatistics
@@ -26,6 +27,7 @@ BALANCED_PROMPTS = 8  # balancing takes a linear system for every head, layer an
 
 
 @experiment("no-mean-drift", seconds={"model": 40})
+@prints_premise
 def no_mean_drift(case: TrialCase) -> Finding:
     """|T m| / sqrt(tr T Sigma_A T) of the whole write of attention, the mean over the tokens, at every layer.
 

@@ -12,6 +12,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @experiment("scalar-diffusion", seconds={"model": 20})
+@prints_premise
 def scalar_diffusion(case: TrialCase) -> Finding:
     """The effective share of directions, 1 / (anisotropy d_t), of Sigma_A summed over heads on the tangent space, at
     every layer; the mean over a few tokens of each prompt, drawn by the seed.

@@ -13,6 +13,7 @@ from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import prints_premise
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import angle, project, retract
 from helmscope.intervene.arms import Arm, AttentionMode
@@ -29,6 +30,7 @@ STEP, CIRCLE = 0.2, 64  # of RK4; steps of the planted map
 
 
 @experiment("settles", seconds={"simulation": 3, "model": 25}, defaults=(Subject.simulation(), Subject("tied")))
+@prints_premise
 def settles(case: TrialCase) -> Finding:
     """Tokens settle if what they move per layer falls and one token, with the others frozen, forgets a perturbation."""
     return _simulated(case) if case.subject.is_simulation else _looped(case)

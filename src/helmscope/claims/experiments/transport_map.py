@@ -77,7 +77,7 @@ def transport_map(case: TrialCase) -> Finding:
             label="W2^2 over mean squared displacement",
             over="prompt",
         ),
-        remark=_remark(measured, attention, silent, small_steps_premise(case)),
+        remark=_remark(measured, attention, silent, small_steps_premise(case), potentials),
         setting=f"{measured.attrs['sphere']}, geodesic distance, {len(recording.batch)} prompts, first token left out",
     )
 
@@ -158,7 +158,19 @@ def _brenier(recording: Recording, attention: np.ndarray) -> dict[str, Evidence]
     return described
 
 
-def _remark(measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, premise: str) -> str:
+def _undetermined(potentials: dict[str, Evidence]) -> str:
+    """What a ratio of 1 is worth, by the indeterminacy of Brenier's potential."""
+    found = potentials.get(INDETERMINACY)
+    if not isinstance(found, Replicates):
+        return ""
+    width = float(np.mean(np.asarray(found.values)))
+    worth = "so that a ratio of 1 says little about the map" if width > 1 else "so that the map is tested by the ratio"
+    return f" What the tokens leave open of Brenier's potential is {width:.2g} times its range, {worth}."
+
+
+def _remark(
+    measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, premise: str, potentials: dict[str, Evidence]
+) -> str:
     ratios, sizes = measured.ratio.values[attention].mean(1), measured.relative_step.values[attention].mean(1)
     whole = measured.whole_ratio.values[-1].mean()
     norms = ""
@@ -170,5 +182,5 @@ def _remark(measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, pre
     return (
         f"The ratio of attention half-steps runs from {ratios.min():.4g} to {ratios.max():.4g}, and their size from "
         f"{sizes.min():.2g} to {sizes.max():.2g} of the distance to the nearest token; over the whole depth the ratio "
-        f"is {whole:.3g}.{norms} {premise}"
+        f"is {whole:.3g}.{norms}{_undetermined(potentials)} {premise}"
     )
