@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 
@@ -24,7 +25,7 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, _ = helmscope(*SMALL, "--quick", "--json", "--seed", "2")
     assert code == 0
     report = json.loads(out)
-    taken = [name for name in measurement_names() if name != "mlp_projection"]
+    taken = [name for name in measurement_names() if name not in ("mlp_projection", "jko_layer")]
     assert list(report["measured"]) == taken
     assert "fewer than four prompts" in report["skipped"]["mlp_projection"]
     files = {f"{name}.nc" for name in taken} | {"measurements.png", "spec.toml", "units.json"}
@@ -139,9 +140,10 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
     def fails(*_, **__):
         raise hs.HelmscopeError("this model has no depth")
 
-    monkeypatch.setattr("helmscope.observe.measure.depth_steps", fails)
-    monkeypatch.setattr("helmscope.observe.measure.measurement_names", lambda: ("arc_length", "depth_steps"))
-    monkeypatch.setattr("helmscope.observe.measure.refusals", lambda system: {"arc_length": None, "depth_steps": None})
+    module = importlib.import_module("helmscope.observe.measure")
+    monkeypatch.setattr(module, "depth_steps", fails)
+    monkeypatch.setattr(module, "measurement_names", lambda: ("arc_length", "depth_steps"))
+    monkeypatch.setattr(module, "refusals", lambda system: {"arc_length": None, "depth_steps": None})
     code, out, _ = helmscope(*SMALL, "--json")
     assert code == 0
     report = json.loads(out)
