@@ -49,6 +49,7 @@ class LayerEnergy:
     at: Float[Tensor, " d"]
     nu: float
 
+    @full_precision
     def slope_at(self, x: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
         """grad V at x.
 
