@@ -104,11 +104,11 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
-        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (11, 14)),
+        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), refusal_of_flow),
-        FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
-        FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
+        FurtherMeasurement("jko_layer", _jko_layer, (37, 89), jko_refusal),
         FurtherMeasurement("mlp_projection", _mlp_projection, (56, 44), projection_refusal),
+        FurtherMeasurement("mobility", _mobility, (68, 66), mobility_refusal),
     )
 
 
@@ -174,7 +174,7 @@ def refusals(system: System) -> dict[str, str | None]:
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', 'mlp_jacobian', 'mlp_projection']
+    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_layer', 'mlp_projection']
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {
@@ -206,7 +206,7 @@ def measure(
     >>> from helmscope.solve.integrate import integrate
     >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> list(measured), measured["kernel_statistics"].row_mass.dims
-    (['kernel_statistics', 'attention_drift', ..., 'depth_flow'], ('time', 'system'))
+    (['kernel_statistics', 'attention_drift', ..., 'mobility'], ('time', 'system'))
     """
     if instruments:
         if only is not None or quick:
