@@ -24,7 +24,7 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, _ = helmscope(*SMALL, "--quick", "--json", "--seed", "2")
     assert code == 0
     report = json.loads(out)
-    taken = [name for name in measurement_names() if name != "mlp_projection"]
+    taken = [name for name in measurement_names() if name not in ("mlp_projection", "jko_layer")]
     assert list(report["measured"]) == taken
     assert "fewer than four prompts" in report["skipped"]["mlp_projection"]
     files = {f"{name}.nc" for name in taken} | {"measurements.png", "spec.toml", "units.json"}
