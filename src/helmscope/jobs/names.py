@@ -142,8 +142,8 @@ MEASUREMENTS = (
     "layer_whitening",
     "depth_flow",
     "jko_layer",
-    "mobility",
     "mlp_projection",
+    "mobility",
 )
 
 

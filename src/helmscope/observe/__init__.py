@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.layer_energy import LayerEnergy as LayerEnergy
     from helmscope.observe.layer_whitening import LayerWhitening as LayerWhitening
     from helmscope.observe.layer_whitening import layer_whitening as layer_whitening
     from helmscope.observe.lens import logit_lens_kl as logit_lens_kl

@@ -180,7 +180,7 @@ class CloudPair:
             if moments.mean.ndim == 1:
                 before, after = laws(moments)
                 found = step.values(before, after) if parts > 1 else [step.closed(before, after)]
-                return torch.tensor(found, dtype=torch.float64)
+                return torch.tensor(found, dtype=torch.float64, device="cpu")
             each = [CloudMoments(*one) for one in zip(moments.mean, moments.covariance, moments.mass, strict=True)]
             return torch.stack([values(one) for one in each])
 

@@ -49,6 +49,7 @@ class LayerEnergy:
     at: Float[Tensor, " d"]
     nu: float
 
+    @full_precision
     def slope_at(self, x: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
         """grad V at x.
 
@@ -85,7 +86,7 @@ class LayerEnergies(Instrument):
     torch.Size([3])
     """
 
-    name = "layer_energies"
+    name = "jko_layer"  # of the measurement that needs them, for refusals
     needs = HEADS_NEED | Needs.FORCE
 
     def __init__(self, selected: list[int] | np.ndarray) -> None:
@@ -98,7 +99,7 @@ class LayerEnergies(Instrument):
         for layer in system.layers:
             force = system.force(layer=layer)
             if not isinstance(force, MLP | GatedMLP):
-                return f"system has {type_with_article(force)} as force(layer={layer}), but jko_layer needs an MLP"
+                return f"system has {type_with_article(force)} as force(layer={layer}), but {self.name} needs an MLP"
         return None
 
     def start(self, plan: ReplayPlan) -> None:

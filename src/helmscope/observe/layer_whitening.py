@@ -127,7 +127,8 @@ class LayerWhitening(Instrument):
             key = (context.layer, context.rows.start + k)
             source = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
             rows.append(whitening_of(jacobian[k, counts[k]], sigma[k, counts[k]], self.tolerance, source))
-        self.keep(context, {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in NAMES})
+        values = torch.tensor([[row[name] for row in rows] for name in NAMES], dtype=torch.float64, device="cpu")
+        self.keep(context, dict(zip(NAMES, values, strict=True)))
         self._halves = {}
 
     def result(self) -> xr.Dataset:
@@ -205,14 +206,14 @@ def whitening_of(
     )
     hessian = -(jacobian + jacobian.mT) / 2
     random = axes @ (turn * size) @ turn.mT @ axes.mT
-    spread = (sigma - mean).square().sum((-2, -1)).sum() / (len(sigma) - 1) if len(sigma) > 1 else torch.tensor(np.nan)
+    spread = float((sigma - mean).square().sum()) / (len(sigma) - 1) if len(sigma) > 1 else float("nan")
     return {
         "share_before": before,
         "share_after": after,
         "share_after_null": null,
         "change": after - before,
         "change_null": null - before,
-        "variation": float(spread / mean.square().sum()),
+        "variation": spread / float(mean.square().sum()),
         "commutator": float(_commutator(hessian, mean).mean()),
         "commutator_null": float(_commutator(hessian, random).mean()),
         "rank": float(len(size)),
@@ -240,6 +241,7 @@ def _share(matrices: Tensor) -> Tensor:
     return torch.where(total > 0, part / torch.where(total > 0, total, 1.0), torch.nan)
 
 
+@full_precision
 def _commutator(hessian: Tensor, sigma: Tensor) -> Tensor:
     product = hessian @ sigma
     sizes = hessian.square().sum((-2, -1)).sqrt() * sigma.square().sum().sqrt()

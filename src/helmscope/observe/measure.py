@@ -118,10 +118,10 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
         ),
         FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
         FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
-        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (11, 14)),
+        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
         FurtherMeasurement("depth_flow", _depth_flow, (24, 14), flow_refusal),
-        FurtherMeasurement("jko_layer", _jko_layer, (40, 80), jko_refusal),
-        FurtherMeasurement("mobility", _mobility, (60, 60), mobility_refusal),
+        FurtherMeasurement("jko_layer", _jko_layer, (37, 89), jko_refusal),
+        FurtherMeasurement("mobility", _mobility, (68, 66), mobility_refusal),
         FurtherMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
     )
 

@@ -176,7 +176,7 @@ class _Mobility(Instrument):
         if "attention" not in self._halves or (self.has_mlp and "mlp" not in self._halves):
             return
         attended: _Attended = self._halves["attention"]
-        columns = {name: torch.full(counts.shape, torch.nan, dtype=torch.float64) for name in NAMES}
+        columns = {name: torch.full(counts.shape, torch.nan, dtype=torch.float64, device="cpu") for name in NAMES}
         for row, token in counts.nonzero().tolist():
             for name, value in self._at(context, attended, row, token).items():
                 columns[name][row, token] = value
@@ -209,6 +209,7 @@ class _Mobility(Instrument):
             "rank": float(rank),
         }
 
+    @full_precision
     def _force(
         self, context: ReplayContext, attended: _Attended, field: SigmaField, row: int, token: int
     ) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class Layer(NamedTuple):
         return self.block.mlp
 
 
-@experiment("jko-step", seconds={"simulation": 8, "model": 110})
+@experiment("jko-step", seconds={"simulation": 8, "model": 80})
 def jko_step(case: TrialCase) -> Finding:
     """In simulation, random blocks with noise on the circle; on a model, the law of the tokens at every layer."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)

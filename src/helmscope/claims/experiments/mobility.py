@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TOKENS, DIM = 16, 8
 
 
-@experiment("mobility", seconds={"simulation": 2, "model": 90})
+@experiment("mobility", seconds={"simulation": 2, "model": 75})
 def mobility(case: TrialCase) -> Finding:
     """In simulation, the velocity of self-attention at random clouds; on a model, the drift of every block."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)

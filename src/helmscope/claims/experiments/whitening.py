@@ -31,7 +31,7 @@ HESSIAN = torch.tensor([[1.0, 0.5], [0.5, 2.0]], dtype=F64)  # the counterexampl
 SIGMA = torch.diag(torch.tensor([1.0, 4.0], dtype=F64))
 
 
-@experiment("whitening", seconds={"simulation": 2, "model": 15})
+@experiment("whitening", seconds={"simulation": 2, "model": 17})
 def whitening(case: TrialCase) -> Finding:
     """In simulation, random drifts -grad V and matrices Sigma; on a model, the MLP of every block and its Sigma_A."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)
