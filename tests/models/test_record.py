@@ -455,11 +455,37 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
     assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.WEIGHTS).kept["weights"].shape[0] == 3
 
 
+def test_a_state_that_is_not_finite_is_named():
+    model, inputs = tiny_model("gpt2"), inputs_of("gpt2", batch=4)  # of which the first and the last are probed
+    inputs[inputs == 7] = 8
+    inputs[2, 5] = 7
+    with torch.no_grad():
+        model.transformer.wte.weight[7] = 1e30  # whose square float32 does not hold
+    recording = record(model, inputs)
+    assert recording.certificate["finite"].ok is False
+    with pytest.raises(HelmscopeError, match=r"states are not finite .* prompt 2 at depth 0, token 5$"):
+        hs.measure(recording, only=["arc_length"])
+
+
+def test_a_state_that_is_not_finite_is_named_at_the_depth_of_a_resumed_run():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2", batch=3))
+
+    def broken(weights):
+        weights = weights.clone()
+        weights[1, :, 4] = torch.nan
+        return weights
+
+    lost = recording.resume(depth=2, states=recording.trajectory.states[2])
+    lost = lost.under(hs.intervene.ReplaceWeights(function=broken, layers=[1]))
+    with pytest.raises(HelmscopeError, match=r"prompt 1 at depth 3, token 4$"):
+        _ = lost.trajectory
+
+
 def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     lost = recording.under(hs.intervene.ReplaceWeights(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
-    with pytest.raises(HelmscopeError, match="not finite"):
+    with pytest.raises(HelmscopeError, match=r"not finite .* first that of prompt 0 at depth 1, token 0$"):
         _ = lost.trajectory
     for states, said in [
         (recording.trajectory.states[2] * 3, "lengths up to 3"),

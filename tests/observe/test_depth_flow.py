@@ -16,7 +16,7 @@ from helmscope.geometry.sphere import exp, project, retract, tangent_basis
 from helmscope.models.record import record
 from helmscope.observe import depth_flow
 from helmscope.observe.depth_flow import _generator
-from helmscope.observe.frozen_token import frozen_token
+from helmscope.observe.frozen_token import frozen_token, refusal_of_flow
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
@@ -31,7 +31,7 @@ def randn(*shape, seed=0):
 
 
 def recording_of(family):
-    return record(tiny_model(family).double(), inputs_of(family, batch=2))
+    return record(tiny_model(family, dtype=F64), inputs_of(family, batch=2))
 
 
 # norms of some families compute in float32 whatever the model's dtype, which limits differences
@@ -44,6 +44,8 @@ def recording_of(family):
         ("bart", 1e-5, 1e-8),
         ("llama", 1e-3, 1e-4),
         ("t5-relu", 1e-3, 1e-4),
+        ("mixtral", 1e-3, 1e-4),
+        ("gpt_oss", 1e-3, 1e-4),
     ],
 )
 def test_derivatives_of_a_model_are_those_of_resume(family, step, accuracy):
@@ -65,6 +67,29 @@ def test_derivatives_of_a_model_are_those_of_resume(family, step, accuracy):
     scale = differences.norm(dim=-1).max()
     assert float((found - differences).abs().max() / scale) < accuracy
     assert float(found.norm(dim=-1)[0].sub(1).abs().max()) < 1e-12  # a unit tangent at the first depth
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_flow_of_a_mixture_of_experts_is_that_of_plain_operations(family):
+    model = tiny_model(family)
+    model.set_experts_implementation("grouped_mm")  # has no forward derivative
+    recording = record(model, inputs_of(family, batch=2))
+    measured = depth_flow(recording, directions=2, iterations=2, seed=3)
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    plain = depth_flow(record(model, inputs_of(family, batch=2)), directions=2, iterations=2, seed=3)
+    assert measured.stretch.values == pytest.approx(plain.stretch.values, rel=1e-4)
+    assert measured.singular_value.values == pytest.approx(plain.singular_value.values, rel=1e-4)
+
+
+def test_experts_whose_kernel_cannot_be_replaced_are_refused():
+    model = tiny_model("mixtral")
+    recording = record(model, inputs_of("mixtral", batch=2))
+    model.config._experts_implementation_internal = "deepgemm_megamoe"
+    refusal = refusal_of_flow(recording)
+    assert refusal is not None
+    assert refusal.startswith("model is a MixtralForCausalLM with experts computed by 'deepgemm_megamoe', which has no")
+    assert model.config._experts_implementation == "deepgemm_megamoe"
 
 
 @pytest.mark.parametrize(("family", "tolerance"), [("gpt2", 1e-11), ("bert", 1e-11), ("llama", 1e-6)])

@@ -243,6 +243,36 @@ def test_the_projection_of_a_recorded_model(family):
         assert seen.swirl_bound_quadratic.sel(layer=layer).values == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("family", "least"), [("gpt2", 32), ("llama", 33)])
+def test_the_projection_needs_tokens_that_span_all_dimensions(family, least):
+    """After a LayerNorm 32 tokens span the 31 dimensions, after an RMSNorm 33 tokens the 32; a half of four prompts of
+    n tokens has 2 n.
+    """
+    for n in (16, 17):
+        ids = inputs_of(family, batch=4, n=n)
+        seen = mlp_projection(record(tiny_model(family), ids), progress=False)
+        determined = 2 * n >= least
+        assert ("undetermined" not in seen.attrs) == determined
+        assert bool(np.isfinite(seen.swirl_bound).all()) == determined
+        assert bool(np.isnan(seen.swirl_bound_quadratic).all()) != determined
+    if family == "llama":
+        alike = mlp_projection(record(tiny_model(family), inputs_of(family, n=16, batch=1).expand(4, 16)))
+        assert alike.attrs["undetermined"] == (
+            "swirl_bound and swirl_bound_quadratic are NaN in layers 0, 1, 2: the tokens of half of the prompts, of "
+            "which 16 are distinct, span 15 of 32 dimensions, but a fit needs all of them: use more or longer prompts"
+        )
+
+
+def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
+    force = MLP(w_in=normal(5, 3), w_out=normal(3, 5), activation=Tanh())
+    plane = hs.sphere.retract(torch.cat([normal(4, 60, 2), torch.zeros(4, 60, 1, dtype=F64)], -1))
+    for x, numbers in ((plane, "120 are distinct, span 2 of 3"), (CLOUDS[:4, :1].expand(4, 9, 3), "span 1 of 3")):
+        seen = mlp_projection(hs.integrate(force, x, times=[0.0]), progress=False)
+        assert bool(np.isnan(seen.swirl_bound).all())
+        assert numbers in seen.attrs["undetermined"]
+    assert bool(np.isfinite(mlp_projection(hs.integrate(force, CLOUDS, times=[0.0]), progress=False).swirl_bound).all())
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -123,13 +123,14 @@ class Certificate:
         )
 
     def require(self, part: str) -> None:
-        """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply.
+        """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply; states
+        that are not finite come first, since they fail other checks too.
 
         >>> Certificate((Line("finite", False, "some states are not finite", blocks=("resume",)),)).require("resume")
         Traceback (most recent call last):
         helmscope.types.HelmscopeError: resume is not available, because the check 'finite' failed: some states are ...
         """
-        for line in self.lines:
+        for line in sorted(self.lines, key=lambda line: line.name != "finite"):
             if part in line.blocks and not line.passed:
                 verb = "failed" if line.ok is False else "does not apply to this model"
                 raise HelmscopeError(

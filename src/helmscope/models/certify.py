@@ -52,11 +52,19 @@ def topology_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
     return Line("topology", chained, says, blocks=("trajectory", "resume"))
 
 
-def finite_line(radius: Tensor) -> Line:
-    """Whether every recorded state is finite."""
-    finite = bool(torch.isfinite(radius).all())
-    says = "all states are finite" if finite else "some states are not finite"
-    return Line("finite", finite, says, blocks=("trajectory", "resume"))
+def finite_line(radius: Float[Tensor, "depth prompt token"], *, first: int = 0) -> Line:
+    """Whether every recorded state is finite; otherwise which one, of those at the least depth, is not. ``first`` is
+    the depth of the first states.
+    """
+    lost = (~torch.isfinite(radius)).nonzero()
+    says = "all states are finite"
+    if len(lost):
+        depth, prompt, token = lost[0].tolist()
+        says = (
+            f"states are not finite (NaN, or longer than the dtype holds): {len(lost)} of {radius.numel()}, first that "
+            f"of prompt {prompt} at depth {depth + first}, token {token}"
+        )
+    return Line("finite", not len(lost), says, blocks=("trajectory", "resume"))
 
 
 def states_line(stream: ResidualStream, anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
@@ -108,10 +116,12 @@ def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
 
 
 def certified_again(
-    certificate: Certificate, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]
+    certificate: Certificate, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"], *, first: int
 ) -> Certificate:
-    """The certificate of a further run of a recorded model, which checks only some of the lines again."""
-    finite = finite_line(stream.radius)
+    """The certificate of a further run of a recorded model, from the depth ``first`` on, which checks only some of the
+    lines again.
+    """
+    finite = finite_line(stream.radius, first=first)
     count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
     if not count:
         return certificate.with_line(finite)

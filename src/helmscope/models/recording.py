@@ -360,7 +360,7 @@ class Recording(Plottable):
             runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
-        certificate = certified_again(self.certificate, runner, stream, errors)
+        certificate = certified_again(self.certificate, runner, stream, errors, first=first)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def refusal(self, instrument: Instrument) -> str | None:

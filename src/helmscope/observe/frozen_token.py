@@ -14,7 +14,8 @@ with its states by RK4 between stored times; layers are differentiated one by on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from helmscope.fields.field import StateSpace
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project, retract
 from helmscope.models.recording import Recording
+from helmscope.models.tap import locked
 from helmscope.models.watch import Observer, Site
 from helmscope.solve.fixed import steps_in
 from helmscope.solve.layer import Layer
@@ -93,7 +95,8 @@ def orthonormal(v: Float[Tensor, "count batch d"]) -> Float[Tensor, "count batch
 
 def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     """The derivatives of one token of every replicate of a system; raises HelmscopeError for a system that is neither a
-    Recording nor a Simulation, and for a simulation with noise, merging tokens or states off the sphere.
+    Recording nor a Simulation, for a simulation with noise, merging tokens or states off the sphere, and for a mixture
+    of experts whose kernel has no forward derivative and cannot be replaced.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -102,7 +105,8 @@ def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     torch.Size([2, 1, 3])
     """
     if isinstance(system, Recording):
-        return _ModelToken(system, tokens)
+        with _differentiable(system.anatomy.model):
+            return _ModelToken(system, tokens)
     if isinstance(system, Simulation):
         return _SimulatedToken(system, tokens)
     raise HelmscopeError(f"system is {type_with_article(system)}, but it must be a Recording or a Simulation")
@@ -201,7 +205,7 @@ class _ModelToken(FrozenToken):
         rows = torch.arange(len(states), device=states.device)
         tangent[rows, self.tokens.to(states.device)] = w.to(states)
         observer = _Tangents(recording, self.tokens.to(states.device))
-        with _differentiable(), forward_mode.dual_level():
+        with _differentiable(recording.anatomy.model), forward_mode.dual_level():
             dual = forward_mode.make_dual(states, tangent)  # type: ignore[no-untyped-call]
             recording.resumed_runner(depth=recording.first, states=dual, frozen=self._frozen).forward(observer)
         return observer.found
@@ -219,16 +223,46 @@ class _ModelToken(FrozenToken):
         states = self.recording.residual.direction[0].clone().requires_grad_()
         runner = self.recording.resumed_runner(depth=self.recording.first, states=states, frozen=self._frozen)
         observer = _LastState(self.recording, self.tokens)
-        with _differentiable():
+        with _differentiable(self.recording.anatomy.model):
             runner.forward(observer, rows=rows, gradients=True)
             x = torch.cat(observer.directions)
             grads = [torch.autograd.grad((x * each.to(x)).sum(), states, retain_graph=True)[0] for each in v]
         return torch.stack([_of_token(grad[rows], self.tokens[rows]) for grad in grads]).to(v)
 
 
-def _differentiable() -> AbstractContextManager[Any]:
-    """Attention in plain operations: fused kernels have no forward derivatives."""
-    return sdpa_kernel(SDPBackend.MATH)
+@contextmanager
+def _differentiable(model: Any) -> Iterator[None]:
+    """Context manager: within it, a model computes attention and experts in plain operations, since fused kernels have
+    no forward derivatives.
+    """
+    with locked(model), sdpa_kernel(SDPBackend.MATH), _plain_experts(model):
+        yield
+
+
+@contextmanager
+def _plain_experts(model: Any) -> Iterator[None]:
+    """Context manager: within it, a mixture of experts is computed expert by expert; raises HelmscopeError where its
+    kernel cannot be replaced.
+    """
+    choose = getattr(model, "set_experts_implementation", None)
+    if choose is None:
+        yield
+        return
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
+    before = [(config, config._experts_implementation_internal) for config in configs]
+    try:
+        try:
+            choose("eager")
+        except RuntimeError as error:
+            raise HelmscopeError(
+                f"model is {type_with_article(model)} with experts computed by '{model.config._experts_implementation}'"
+                ", which has no forward derivative, but the flow of one token needs one: load it with "
+                "experts_implementation='eager'"
+            ) from error
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation_internal = name
 
 
 class _SimulatedToken(FrozenToken):

@@ -35,7 +35,16 @@ from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Instrument, System, check_name, check_progress, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    Instrument,
+    System,
+    check_name,
+    check_progress,
+    check_seed,
+    short_repr,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -240,7 +249,9 @@ def measure(
         if only is not None or quick:
             raise HelmscopeError("only and quick apply to all measurements, but instruments are given: omit them")
         return check_system(system).replay(*instruments, progress=progress)
-    names = _chosen(system, only)
+    names, seed = _chosen(system, only), check_seed(seed)
+    if not isinstance(quick, bool):
+        raise HelmscopeError(f"quick is {short_repr(quick)}, but it must be True or False")
     streaming = [each for each in streaming_instruments() if each.name in names]
     further = [each for each in further_measurements() if each.name in names]
     report, done = check_progress(progress), 0.0
@@ -265,15 +276,24 @@ def measure(
 
 def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
     """The names of the measurements to take; raises HelmscopeError for one that the system does not support."""
+    if isinstance(system, str):
+        raise HelmscopeError(
+            f"system is {short_repr(system)}, but it must be a System: record the model first, "
+            f"hs.measure(hs.record({short_repr(system)}))"
+        )
     reasons = refusals(system)
     if only is None:
         supported = [name for name, reason in reasons.items() if reason is None]
         if not supported:
             raise HelmscopeError(f"system supports no measurement: {'; '.join(filter(None, reasons.values()))}")
         return supported
-    if isinstance(only, str) or not isinstance(only, Sequence) or not only:
+    if isinstance(only, str) or not isinstance(only, Sequence):
         raise HelmscopeError(f"only is {type_with_article(only)}, but it must be a list of names of measurements")
-    for name in only:
+    if not only:
+        raise HelmscopeError("only is empty, but it must hold at least one name of a measurement: omit it for all")
+    for i, name in enumerate(only):
+        if not isinstance(name, str):
+            raise HelmscopeError(f"only[{i}] is {short_repr(name)}, but it must be the name of a measurement")
         reason = reasons[check_name("measurement", name, reasons)]
         if reason is not None:
             raise HelmscopeError(reason)

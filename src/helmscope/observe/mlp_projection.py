@@ -12,7 +12,9 @@ The ridge is the one of ``RIDGES`` that predicts one quarter of the prompts best
 How to read it. 0: f is a gradient where the tokens are. For one ReLU neuron with w across v under N(0, I) it is 3/8,
 and 1/2 for a linear one.
 How it fails. It is an upper bound: a richer basis may explain more, and with few tokens the fit is poor (values above 1
-are possible, and are not clipped). At most ``neurons`` neurons, those with the largest E|w s|^2, have potentials of
+are possible, and are not clipped). Where the tokens of a half do not span all dimensions, d, or d - 1 after a
+LayerNorm, because they are too few or too alike, the fit is not determined: the shares of that layer are NaN, and the
+attribute ``undetermined`` says so. At most ``neurons`` neurons, those with the largest E|w s|^2, have potentials of
 their own. A mixture of experts is refused: a gradient is not one after routing.
 Cost. One replay; O(T h^2) for the inner products and O(h^3) to solve, for each layer.
 """
@@ -29,9 +31,10 @@ import torch
 from helmscope.fields.gradient_fit import GradientBasis, Moments, fit_moments, root_mean_square
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.observe.drift import unit_points
+from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.track import check_system, token_weights
 from helmscope.runs.bar import shows_progress
-from helmscope.types import Instrument, Needs, check_integer, type_with_article
+from helmscope.types import Instrument, Needs, check_integer, pluralized, type_with_article
 from helmscope.types.progress import check_progress
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 RIDGES = (1e-8, 1e-5, 1e-2)  # relative to fields of unit length
 TOLERANCE, ITERATIONS = 1e-6, 20  # of the fits; 60 iterations change no share of model A by more than 2e-5
+RANK = 1e-6  # spread along a dimension, relative to the length of tokens, that is more than rounding in float32
 
 
 @shows_progress("projecting MLPs on gradients")
@@ -55,8 +59,10 @@ def mlp_projection(
     the prompts.
 
     At most ``tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_bound`` is the share with the whole
-    basis, ``swirl_bound_quadratic`` that with quadratic potentials alone. Raises HelmscopeError for fewer than four
-    prompts, and for MLPs that are mixtures of experts. ``progress`` is called with the share of the layers done.
+    basis, ``swirl_bound_quadratic`` that with quadratic potentials alone. Both are NaN in a layer where the tokens of
+    half of the prompts do not span all dimensions (fewer than d + 1 distinct ones, d after a LayerNorm, or a covariance
+    of lower rank); the attribute ``undetermined`` then says so. Raises HelmscopeError for fewer than four prompts, and
+    for MLPs that are mixtures of experts. ``progress`` is called with the share of the layers done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> x = torch.nn.functional.normalize(torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -69,10 +75,15 @@ def mlp_projection(
     kept = check_integer("neurons", neurons, at_least=1)
     axes = (instrument.plan.axis, instrument.plan.replicate)
     columns: dict[str, list[np.ndarray]] = {"swirl_bound": [], "swirl_bound_quadratic": []}
-    profiles = set()
+    profiles, spans = set(), {}
     report = check_progress(progress)
     for done, layer in enumerate(instrument.plan.layers, 1):
-        shares, profile = _cross_validated(instrument.forces[layer], instrument.samples(layer), kept)
+        samples = instrument.samples(layer)
+        shares, profile = _cross_validated(instrument.forces[layer], samples, kept)
+        span = min((_Span.of(samples[half::2], instrument.centered) for half in (0, 1)), key=lambda each: each.rank)
+        if span.rank < span.dimensions:
+            spans[layer] = span
+            shares = {name: np.full_like(value, np.nan) for name, value in shares.items()}
         profiles.add(profile)
         for name, value in shares.items():
             columns[name].append(value)
@@ -83,6 +94,8 @@ def mlp_projection(
         label = f"upper bound on the swirl share of the MLP: share of |f|^2 not explained by {basis}"
         measured[name] = (axes, np.stack(rows), {"long_name": label, "valid_min": 0.0})
     measured.attrs |= {"basis": f"psi, (r.x) h, quadratic; h: {', '.join(sorted(profiles))}", "neurons": kept}
+    if spans:
+        measured.attrs["undetermined"] = _undetermined(spans)
     return measured
 
 
@@ -105,6 +118,7 @@ class _Samples(Instrument):
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.forces: dict[int, Any] = {}
+        self.centered = False
         self._rows: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
     def refusal(self, system: System) -> str | None:
@@ -120,7 +134,7 @@ class _Samples(Instrument):
         weights = token_weights(tensors.state, context.weights)
         x = unit_points(self, context, tensors.point, weights)
         step = math.ceil(x.shape[1] * self.plan.replicates / self.tokens)
-        self.forces[context.layer] = tensors.force
+        self.forces[context.layer], self.centered = tensors.force, is_centered(tensors.norm)
         rows = self._rows.setdefault(context.layer, [])
         rows += [
             (context.rows.start + k, x[k, ::step].clone(), weights[k, ::step].clone().to(x)) for k in range(len(x))
@@ -130,6 +144,33 @@ class _Samples(Instrument):
     def samples(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Tokens and weights of every prompt, in order."""
         return [(x, w) for _, x, w in sorted(self._rows[layer], key=lambda row: row[0])]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """How many distinct tokens there are, how many dimensions their differences span, and how many there are."""
+
+    tokens: int
+    rank: int
+    dimensions: int
+
+    @staticmethod
+    def of(prompts: list[tuple[Tensor, Tensor]], centered: bool) -> _Span:
+        x = torch.cat([tokens[weights > 0] for tokens, weights in prompts]).double()
+        spread = torch.linalg.svdvals(x - x.mean(0)) if len(x) else x.new_zeros(0)
+        rank = int((spread > RANK * math.sqrt(len(x))).sum())
+        return _Span(len(np.unique(x.cpu().numpy(), axis=0)), rank, x.shape[-1] - int(centered))
+
+
+def _undetermined(spans: dict[int, _Span]) -> str:
+    """The sentence that says in which layers the fit is not determined, with the numbers of the worst."""
+    worst = min(spans.values(), key=lambda span: span.rank)
+    layers = f"layer{'' if len(spans) == 1 else 's'} {', '.join(map(str, spans))}"
+    return (
+        f"swirl_bound and swirl_bound_quadratic are NaN in {layers}: the tokens of half of the prompts, of which "
+        f"{worst.tokens} are distinct, span {worst.rank} of {pluralized(worst.dimensions, 'dimension')}, but a fit "
+        "needs all of them: use more or longer prompts"
+    )
 
 
 def _cross_validated(mlp: Any, prompts: list[tuple[Tensor, Tensor]], kept: int) -> tuple[dict[str, np.ndarray], str]:

@@ -115,10 +115,13 @@ def _described(
 
 
 def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
-    """The upper bounds on the swirl of the L2(rho) projection; None for mixtures of experts, which have none."""
+    """The upper bounds on the swirl of the L2(rho) projection; None for mixtures of experts, which have none, and where
+    the tokens are too few to determine them.
+    """
     if projection_refusal(recording) is not None:
         return None
-    return mlp_projection(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
+    projected = mlp_projection(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
+    return None if "undetermined" in projected.attrs else projected
 
 
 def _permuted(recording: Recording, case: TrialCase) -> np.ndarray:
