@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 
@@ -15,7 +16,7 @@ from helmscope.jobs import MeasurementSpec, names, read_spec, run
 from helmscope.jobs.measure import join_measurements, split_measurements
 from helmscope.models.subject import Subject
 from helmscope.observe import measurement_names
-from support.model_families import tiny_model
+from support.model_families import inputs_of, tiny_model
 
 SMALL = ("measure", "A", "--texts-count", "3", "--tokens", "8", "--out", "run")
 
@@ -121,3 +122,48 @@ def test_the_estimate_counts_forwards():
     assert full.work == f"{len(measurement_names())} measurements of 4 texts"
     assert full.seconds > some.seconds > 0
     assert run is hs.jobs.run
+
+
+def test_cumulative_quantities_are_shown_at_the_last_depth():
+    recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
+    only = ["arc_length", "depth_steps", "transport_ratio", "depth_flow", "free_energy_along_depth"]
+    measured = hs.measure(recording, only=only, quick=True)
+    at_end = {"depth_steps": {"arc_length", "net_angle"}, "transport_ratio": {"whole_ratio"}, "depth_flow": {"stretch"}}
+    at_end |= {"arc_length": {"arc_length"}}
+    at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
+    at_end["free_energy_along_depth"] |= {"gaussian_predicted_entropy", "gaussian_predicted_free_energy"}
+    for name, each in measured.items():
+        table = quantities(each)
+        assert {variable for variable, row in table.items() if row["of"] == "last depth"} == at_end[name]
+        for variable, row in table.items():
+            values = each[variable].values
+            expected = np.nanmean(values[-1] if variable in at_end[name] else np.nanmean(values, axis=0))
+            if each[variable].dims[-1] == "prompt":
+                assert row["value"] == pytest.approx(expected, rel=1e-9)
+    reduced = quantities(hs.stats.reduce_replicates(measured["depth_steps"]))
+    assert reduced["arc_length"]["value"] == pytest.approx(quantities(measured["depth_steps"])["arc_length"]["value"])
+
+
+def test_every_measurement_has_a_table(helmscope, tmp_path):
+    names = ["arc_length", "kernel_statistics", "attention_noise", "mlp_weights", "map_entropy", "depth_flow"]
+    code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("arc_length: ") and line.endswith(", at the last depth") for line in lines)
+    folder = hs.store.RunFolder.open("run")
+    for name in names:
+        assert any(line.startswith("table: ") and line.endswith(f"{name}.csv") for line in lines)
+        with open(tmp_path / "run" / f"{name}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        measured = folder.read_results(name)
+        if name != "mlp_weights":  # whose values are one per layer
+            measured = hs.stats.reduce_replicates(measured)
+        assert not {"sample", "neuron"} & set(rows[0])
+        for column in set(rows[0]) & set(map(str, measured.data_vars)):
+            values = measured[column]
+            found = [row for row in rows if row[column] != ""]
+            assert len(found) == values.size
+            for row in found:
+                place = {axis: values[axis].dtype.type(row[axis]) for axis in values.dims}
+                assert float(row[column]) == pytest.approx(float(values.sel(place)), nan_ok=True, rel=1e-12)
+        assert {"nu", "nu_low", "nu_high", "total_nu", "layer", "head"} <= set(rows[0]) or name != "attention_noise"
