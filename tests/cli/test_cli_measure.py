@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ from helmscope.jobs import MeasurementSpec, names, read_spec, run
 from helmscope.jobs.measure import join_measurements, split_measurements
 from helmscope.models.subject import Subject
 from helmscope.observe import measurement_names
-from support.model_families import tiny_model
+from support.model_families import inputs_of, tiny_model
 
 SMALL = ("measure", "A", "--texts-count", "3", "--tokens", "8", "--out", "run")
 
@@ -130,7 +131,7 @@ def test_texts_of_different_lengths_and_what_needs_four_of_them(helmscope, tmp_p
     words = ("measure", "A", "--texts", "texts.txt", "--tokens", "6", "--quick", "--out", "run", "--json")
     code, out, _ = helmscope(*words, "--only", "mlp_projection", "--only", "depth_steps")
     assert code == 0
-    assert json.loads(out)["measured"]["mlp_projection"]["swirl_bound"]["n"] == 4
+    assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_projection"]
     recording = hs.record("A", [Subject("A").loaded.tokenizer.decode(row[:6]) for row in Subject("A", texts).token_ids])
     steps = hs.store.RunFolder.open("run").read_results("depth_steps")
     assert steps.angle.values == pytest.approx(hs.observe.depth_steps(recording).angle.values, rel=1e-4, nan_ok=True)
@@ -153,3 +154,48 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
         assert list(hs.measure(hs.record("A", ["Once upon a time"]))) == ["arc_length"]
     with pytest.raises(hs.HelmscopeError, match="this model has no depth"):
         hs.measure(hs.record("A", ["Once upon a time"]), only=["depth_steps"])
+
+
+def test_cumulative_quantities_are_shown_at_the_last_depth():
+    recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
+    only = ["arc_length", "depth_steps", "transport_ratio", "depth_flow", "free_energy_along_depth"]
+    measured = hs.measure(recording, only=only, quick=True)
+    at_end = {"depth_steps": {"arc_length", "net_angle"}, "transport_ratio": {"whole_ratio"}, "depth_flow": {"stretch"}}
+    at_end |= {"arc_length": {"arc_length"}}
+    at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
+    at_end["free_energy_along_depth"] |= {"gaussian_predicted_entropy", "gaussian_predicted_free_energy"}
+    for name, each in measured.items():
+        table = quantities(each)
+        assert {variable for variable, row in table.items() if row["of"] == "last depth"} == at_end[name]
+        for variable, row in table.items():
+            values = each[variable].values
+            expected = np.nanmean(values[-1] if variable in at_end[name] else np.nanmean(values, axis=0))
+            if each[variable].dims[-1] == "prompt":
+                assert row["value"] == pytest.approx(expected, rel=1e-9)
+    reduced = quantities(hs.stats.reduce_replicates(measured["depth_steps"]))
+    assert reduced["arc_length"]["value"] == pytest.approx(quantities(measured["depth_steps"])["arc_length"]["value"])
+
+
+def test_every_measurement_has_a_table(helmscope, tmp_path):
+    names = ["arc_length", "kernel_statistics", "attention_noise", "mlp_weights", "map_entropy", "depth_flow"]
+    code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("arc_length: ") and line.endswith(", at the last depth") for line in lines)
+    folder = hs.store.RunFolder.open("run")
+    for name in names:
+        assert any(line.startswith("table: ") and line.endswith(f"{name}.csv") for line in lines)
+        with open(tmp_path / "run" / f"{name}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        measured = folder.read_results(name)
+        if name != "mlp_weights":  # whose values are one per layer
+            measured = hs.stats.reduce_replicates(measured)
+        assert not {"sample", "neuron"} & set(rows[0])
+        for column in set(rows[0]) & set(map(str, measured.data_vars)):
+            values = measured[column]
+            found = [row for row in rows if row[column] != ""]
+            assert len(found) == values.size
+            for row in found:
+                place = {axis: values[axis].dtype.type(row[axis]) for axis in values.dims}
+                assert float(row[column]) == pytest.approx(float(values.sel(place)), nan_ok=True, rel=1e-12)
+        assert {"nu", "nu_low", "nu_high", "total_nu", "layer", "head"} <= set(rows[0]) or name != "attention_noise"

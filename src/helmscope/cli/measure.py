@@ -34,8 +34,8 @@ def measure(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on texts: attention, MLPs, steps over depth and transport, each written to a netCDF file, with
-    one picture of all.
+    """Measure a model on texts: attention, MLPs, steps over depth and transport, each written to a netCDF file and,
+    as means with intervals, to a CSV file, with one picture of all.
     """
     options = locals()
     from helmscope.cli.options import check_plot, make_engine, make_spec

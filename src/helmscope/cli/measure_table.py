@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,9 +13,13 @@ if TYPE_CHECKING:
 
     from helmscope.jobs import MeasurementResult
 
+MEAN = "mean"
+
 
 def show_measurements(result: MeasurementResult, as_json: bool) -> None:
-    """Print the mean over depth and heads of every quantity, with its interval over prompts."""
+    """Print the mean over depth and heads of every quantity, or its value at the last depth if it is cumulative, with
+    its interval over prompts.
+    """
     from helmscope.cli.results import estimate_text, json_numbers
     from helmscope.store.printable import printable
 
@@ -24,19 +29,24 @@ def show_measurements(result: MeasurementResult, as_json: bool) -> None:
         for variable, summary in quantities(each).items():
             numbers = (summary[key] for key in ("value", "low", "high"))
             rows[variable] = dict(zip(("value", "low", "high"), map(json_numbers, numbers), strict=True))
-            rows[variable]["n"] = summary["n"]
+            rows[variable] |= {"n": summary["n"], "of": summary["of"]}
         report["measured"][name] = rows
     report["skipped"] = dict(result.skipped)
+    report["tables"] = {name: str(path) for name, path in result.tables.items()}
     if result.picture is not None:
         report["picture"] = str(result.picture)
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    print("means over depth, tokens and heads, with 95 % confidence intervals over prompts:")
+    print("means over depth, tokens and heads, with 95 % confidence intervals over prompts;")
+    print("quantities that count from the first state: their values at the last depth, marked so:")
     for name, rows in report["measured"].items():
         print(printable(name))
         for variable, row in rows.items():
-            print(f"{printable(variable):>32}: {estimate_text(row['value'], row['low'], row['high'])}")
+            where = "" if row["of"] == MEAN else f", at the {row['of']}"
+            print(f"{printable(variable):>32}: {estimate_text(row['value'], row['low'], row['high'])}{where}")
+        if name in report["tables"]:
+            print(f"{'table':>32}: {printable(report['tables'][name])}")
     for key in ("picture", "folder"):
         if key in report:
             print(f"{key}: {report[key]}")
@@ -44,7 +54,8 @@ def show_measurements(result: MeasurementResult, as_json: bool) -> None:
 
 def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
     """The mean of each variable over all axes but its replicates, with its interval over them; NaN where there is
-    none.
+    none. A variable with the attribute ``cumulative``, the name of an axis, is taken at the end of that axis; ``of``
+    says which.
 
     >>> import xarray as xr
     >>> rank = xr.Dataset({"rank": (("layer", "prompt"), [[1.0, 2.0], [3.0, 4.0]])})
@@ -59,20 +70,29 @@ def quantities(measurement: xr.Dataset) -> dict[str, dict[str, Any]]:
         names = [str(name) for name in measurement.data_vars]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mean of quantities that are NaN everywhere
-            whole = {name: measurement[name].mean([d for d in measurement[name].dims if d != over]) for name in names}
+            ends = {name: _at_end(measurement[name], measurement[name].attrs) for name in names}
+            whole = {name: end.mean([d for d in end.dims if d != over], keep_attrs=True) for name, end in ends.items()}
         data = reduced(measurement.assign(whole)[names])
     else:
         data = reduced(measurement)
     found = {}
     for name in (str(each) for each in data.data_vars if f"{each}_low" in data):
-        value, low, high = (_mean(data[f"{name}{end}"].values) for end in ("", "_low", "_high"))
+        attrs = data[name].attrs
+        value, low, high = (_mean(_at_end(data[f"{name}{end}"], attrs).values) for end in ("", "_low", "_high"))
         found[name] = {
             "value": value,
             "low": low,
             "high": high,
-            "n": int(data[name].attrs.get("n", data.attrs.get("n", 0))),
+            "n": int(attrs.get("n", data.attrs.get("n", 0))),
+            "of": f"last {attrs['cumulative']}" if "cumulative" in attrs else MEAN,
         }
     return found
+
+
+def _at_end(values: xr.DataArray, attrs: Mapping[str, Any]) -> xr.DataArray:
+    """The values at the end of the axis over which the attributes say that they are cumulative; all if none."""
+    axis = attrs.get("cumulative")
+    return values.isel({axis: -1}, drop=True) if axis in values.dims else values
 
 
 def _mean(values: np.ndarray) -> float:

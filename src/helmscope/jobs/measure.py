@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -220,7 +220,8 @@ def split_measurements(joined: xr.Dataset) -> dict[str, xr.Dataset]:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeasurementResult(Result):
     """The result of ``MeasurementSpec``: the Measurements by name, with replicates, the reasons why others were
-    ``skipped``, and the path of the ``picture``, None if it could not be drawn.
+    ``skipped``, the paths of their ``tables``, CSV files of means with intervals, and the path of the ``picture``, None
+    if it could not be drawn.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -232,6 +233,7 @@ class MeasurementResult(Result):
 
     measured: Mapping[str, xr.Dataset]
     skipped: Mapping[str, str]
+    tables: Mapping[str, Path] = field(default_factory=dict)
     picture: Path | None = None
 
 
@@ -250,7 +252,8 @@ class MeasurementJob(Job):
         return tuple(f"no {name}: {reason}" for name, reason in self.skipped.items())
 
     def execute(self, work: Work) -> MeasurementResult:
-        """Run the units, and write one netCDF file for each measurement and a picture of all."""
+        """Run the units, and write one netCDF file and one table for each measurement, and a picture of all."""
+        from helmscope.jobs.measured_table import csv_table
         from helmscope.observe.measure import measurement_names
         from helmscope.plots.measurements import measurements_figure
         from helmscope.plots.style import png
@@ -263,6 +266,7 @@ class MeasurementJob(Job):
         measured = {name: found[name] for name in measurement_names() if name in found}
         for name, each in measured.items():
             work.folder.write_results(name, each)
+            work.folder.write_bytes(f"{name}.csv", csv_table(each))
         pictures = PictureWriter(work.folder, work.show_progress)
         picture = pictures.write("picture", PICTURE, lambda: png(measurements_figure(measured, title=self.spec.title)))
         return MeasurementResult(
@@ -270,6 +274,7 @@ class MeasurementJob(Job):
             folder=work.folder,
             measured=measured,
             skipped={**self.skipped, **failed},
+            tables={name: work.folder.path / f"{name}.csv" for name in measured},
             picture=picture,
             notes=(*(f"no {name}: {reason}" for name, reason in failed.items()), *pictures.notes),
         )

@@ -14,7 +14,7 @@ import torch
 
 from helmscope.geometry.sphere import angle, retract
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import AT_LEAST_0, SHARE, token_mean, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, SHARE, token_mean, with_bounds, with_cumulative, with_replicates
 from helmscope.types import HelmscopeError, System, Trajectory
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.
     lengths = _arc_lengths(path)
     measurement = with_replicates({"arc_length": lengths}, path)
     measurement.arc_length.attrs["long_name"] = "mean angle moved, cumulated (radians)"
-    return with_bounds(measurement, {"arc_length": AT_LEAST_0})
+    return with_cumulative(with_bounds(measurement, {"arc_length": AT_LEAST_0}), path.axis, {"arc_length"})
 
 
 def matched_flow_times(

@@ -35,7 +35,7 @@ from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, with_halves
 from helmscope.observe.frozen_token import FrozenToken, frozen_token, orthonormal, refusal_of_flow
 from helmscope.observe.pairs import without_first_token
-from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_integer, check_progress, check_seed
 
@@ -204,6 +204,7 @@ def _as_measurement(means: dict[str, Tensor], path: Trajectory, system: System) 
     dims = (path.replicate, "direction")
     data = {name: (dims, value.double().cpu().numpy()) for name, value in single.items()}
     measurement = with_bounds(over_depth.merge(stretch, compat="override", join="override").assign(data), BOUNDS)
+    measurement = with_cumulative(measurement, path.axis, {"stretch"})
     unit = "unit of time" if not isinstance(system, Recording) else path.unit.rstrip("s")
     for name in measurement.data_vars:
         measurement[name].attrs["long_name"] = LABELS[str(name)]

@@ -29,7 +29,7 @@ import torch
 from helmscope.geometry.sphere import angle, retract
 from helmscope.models.recording import Recording
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import AT_LEAST_0, token_mean, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, token_mean, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import Half, HelmscopeError, Trajectory, check_progress
 
@@ -55,6 +55,7 @@ BOUNDS = {
     **dict.fromkeys(("angle", "median_angle", "arc_length", "net_angle", "radius"), AT_LEAST_0),
     **dict.fromkeys(("update_cosine", "ambient_cosine"), (-1.0, 1.0)),
 }
+CUMULATIVE = ("arc_length", "net_angle")  # since the first state
 HALVES = {2: (Half.ATTENTION, Half.MLP), 3: (Half.ATTENTION, Half.CROSS, Half.MLP)}
 
 
@@ -87,7 +88,7 @@ def depth_steps(
         report((k + 1) / len(path.states))
     values = {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
     values["arc_length"] = values["angle"].nan_to_num(nan=0.0).cumsum(0)
-    measurement = with_bounds(with_replicates(values, path), BOUNDS)
+    measurement = with_cumulative(with_bounds(with_replicates(values, path), BOUNDS), path.axis, CUMULATIVE)
     for name in measurement.data_vars:
         measurement[name].attrs["long_name"] = LABELS[str(name)]
     return with_halves(measurement, source).assign_attrs(sphere=sphere_text(source), first_token=int(first_token))

@@ -53,7 +53,7 @@ from helmscope.observe.free_energy_steps import SampledTokens, Step, pseudo_valu
 from helmscope.observe.map_entropy import TOKENS, block_refusal
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.token_choice import spaced_tokens, taken
-from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.layer import Layer
 from helmscope.solve.simulation import Simulation
@@ -152,6 +152,9 @@ def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], ste
         [-tokens.nu(layer) * tokens.entropy(k) + tokens.potential(k, layer) for k, layer in enumerate(reading)]
     )
     measurement = with_bounds(with_replicates(values, path), {"nu": AT_LEAST_0})
+    curves = {f"{kind}_{name}" for kind in kinds for name in ("entropy", "free_energy")}
+    # the entropy beside those predicted, which are cumulated from its first value
+    measurement = with_cumulative(measurement, path.axis, {"entropy", "free_energy", *curves})
     for name in values:
         measurement[name].attrs["long_name"] = LABELS[name]
     misfits = {

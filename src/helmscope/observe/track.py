@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,22 @@ def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float
     for name in attributes.keys() & bounded.keys():
         bounded[name].attrs |= attributes[name]
     return bounded
+
+
+def with_cumulative(measurement: xr.Dataset, axis: str, names: Collection[str]) -> xr.Dataset:
+    """Marks quantities that count from the first state, by the attribute ``cumulative`` with the name of their axis: a
+    summary shows their values at its end, since a mean over it says little. Names that the Measurement does not contain
+    are ignored.
+
+    >>> measured = xr.Dataset({"arc": (("depth", "prompt"), [[0.0], [0.2]])})
+    >>> with_cumulative(measured, "depth", {"arc"}).arc.attrs
+    {'cumulative': 'depth'}
+    """
+    marked = measurement.copy()
+    for name in marked.data_vars:
+        if name in names:
+            marked[name].attrs["cumulative"] = axis
+    return marked
 
 
 def _state_axes(path: Trajectory) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle, angle_from_chords, retract
 from helmscope.observe.depth_steps import check_finite, sphere_text, with_halves
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import AT_LEAST_0, SHARE, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, SHARE, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.transport.clouds import Clouds
 from helmscope.transport.cost import Euclidean, Geodesic
@@ -95,6 +95,7 @@ def transport_ratio(
                 values[name][k, prompt] = value
         report((prompt + 1) / prompts)
     measurement = with_bounds(with_replicates(values, path), BOUNDS)
+    measurement = with_cumulative(measurement, path.axis, {"whole_ratio"})
     for name in names:
         measurement[name].attrs["long_name"] = LABELS[name]
     return with_halves(measurement, source).assign_attrs(sphere=sphere_text(source), first_token=int(first_token))
