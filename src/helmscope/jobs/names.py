@@ -142,8 +142,8 @@ MEASUREMENTS = (
     "layer_whitening",
     "depth_flow",
     "jko_layer",
-    "mlp_projection",
     "mobility",
+    "mlp_projection",
 )
 
 
