@@ -177,7 +177,7 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
 
 
 def test_every_measurement_has_a_table(helmscope, tmp_path):
-    names = ["arc_length", "kernel_statistics", "attention_noise", "mlp_weights", "map_entropy", "depth_flow"]
+    names = ["arc_length", "attention_noise", "mlp_weights", "map_entropy"]
     code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
