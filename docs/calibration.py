@@ -33,6 +33,15 @@ EXACT = {
     "kernel_statistics": "functions of the attention weights of each row",
     "kernel_balance": "a function of the kernel, to a tolerance of 1e-9",
 }
+NOT_YET = {
+    "entropy_along_depth": "pseudo-values of log determinants; the bias of the Gaussian entropy is tested",
+    "map_entropy": "its sample of tokens",
+    "free_energy_along_depth": "pseudo-values and a sample of tokens",
+    "generator_test": "coverage of its share is tested on a simulated law (tests/observe/test_generator_test.py)",
+    "layer_whitening": "its sample of tokens",
+    "jko_layer": "pseudo-values of a fitted step",
+    "mobility": "its sample of tokens",
+}
 MISSES = {
     (
         "depth_flow",
@@ -159,6 +168,8 @@ def main() -> None:
     text += "".join(
         f"- `{name}`: {reason}; nothing is sampled beyond the prompt itself.\n" for name, reason in EXACT.items()
     )
+    text += "\n## Not calibrated yet\n\n"
+    text += "".join(f"- `{name}`: {what}.\n" for name, what in NOT_YET.items())
     (HERE / "calibration.md").write_text(text, encoding="utf8")
 
 

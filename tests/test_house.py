@@ -444,11 +444,12 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
 
 def test_the_commands_of_the_readme(helmscope: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
     """The quick one runs; the others, whose verbs have tests of their own, name what there is."""
-    trials, phase, density = commands(ROOT / "README.md")
+    measure, trials, phase, density = commands(ROOT / "README.md")
     code, out, err = helmscope(*density)
     assert (code, density[0]) == (0, "density"), err
     assert "order_parameter" in out
     assert (tmp_path / density[-1]).read_bytes().startswith(b"\x89PNG")
+    assert measure == ["measure", "A", "--quick"]
     assert phase[0] == "phase"
     assert trials[:2] == ["claims", "test"]
     assert trials[-2:] == ["--model", "A"]

@@ -4,7 +4,7 @@ take depth for continuous time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING
@@ -95,7 +95,7 @@ def prints_premise(function: Callable[[TrialCase], Finding]) -> Callable[[TrialC
 
     >>> from helmscope.claims.registry import TrialCase
     >>> from helmscope.models.subject import Subject
-    >>> tried = prints_premise(lambda case: Finding(PremiseImpossible("no MLP")))
+    >>> tried = prints_premise(lambda case: Finding(evidence=PremiseImpossible("no MLP")))
     >>> tried(TrialCase(subject=Subject.simulation())).remark
     ''
     """
@@ -103,7 +103,8 @@ def prints_premise(function: Callable[[TrialCase], Finding]) -> Callable[[TrialC
     @wraps(function)
     def tried(case: TrialCase) -> Finding:
         finding = function(case)
-        if case.subject.is_simulation or isinstance(finding.evidence, PremiseImpossible) or not finding.evidence:
+        measured = isinstance(finding.evidence, Mapping)
+        if case.subject.is_simulation or not measured:
             return finding
         return replace(finding, remark=f"{finding.remark} {small_steps_premise(case)}".strip())
 

@@ -145,11 +145,15 @@ class RecordedSlopes(Observer):
         """D_q P of the sampled queries, by the attention function of the family."""
         inputs = [call.query, call.key, call.value]
         query, key, value = (part.detach().float() if part.dtype.itemsize < 4 else part.detach() for part in inputs)
-        mask, eager = None if call.mask is None else _rows_of_mask(call.mask, chosen), eager_of(call.module)
+        mask, eager = None if call.mask is None else _rows_of_mask(call.mask.detach(), chosen), eager_of(call.module)
         mask = mask if mask is None or mask.dtype == torch.bool else mask.to(query)
+        # a bias by position has a row for each query, as a mask has
+        rest = {
+            name: _rows_of_mask(part, chosen) if _is_bias(part, query) else part for name, part in call.rest.items()
+        }
 
         def weights(q: Tensor) -> Tensor:
-            found: Tensor = eager(call.module, q, key, value, mask, **call.rest)[1]
+            found: Tensor = eager(call.module, q, key, value, mask, **rest)[1]
             return found
 
         few = _rows(query, chosen)
@@ -163,7 +167,7 @@ class RecordedSlopes(Observer):
         columns = []
         for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):
             columns.append(torch.func.jvp(weights, (few,), (axis.expand_as(few).contiguous(),))[1])
-        return torch.stack(columns, -1)
+        return torch.stack(columns, -1).detach()
 
 
 class _Detached(InstrumentFeed):
@@ -199,6 +203,11 @@ def _query_jacobian(query: Tensor, y: Tensor, chosen: Tensor) -> Float[Tensor, "
 def _rows(values: Float[Tensor, "rows heads n k"], chosen: Tensor) -> Float[Tensor, "rows heads tokens k"]:
     """The rows of chosen tokens, of every head."""
     return values.gather(2, chosen[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[-1]))
+
+
+def _is_bias(part: object, query: Tensor) -> bool:
+    """Whether an argument of attention is added to its logits, with a row for each query."""
+    return isinstance(part, torch.Tensor) and part.ndim == 4 and part.shape[-2] == query.shape[-2] > 1
 
 
 def _rows_of_mask(mask: Tensor, chosen: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.context_noise import context_groups, context_noise, covariance_fit
-from helmscope.stats.scales import PLAIN, RemainderScale, Scale
+from helmscope.stats.scales import LinearScale, RemainderScale
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 HARMONICS = 3
-REMAINDER = RemainderScale()
+LINEAR, REMAINDER = LinearScale(), RemainderScale()
 DEGREE = 256  # resolves e^(beta cos) up to beta = 1000
 
 
@@ -191,7 +191,7 @@ def _on_model(case: TrialCase) -> Finding:
     )
 
 
-def _over_groups(values: np.ndarray, scale: Scale = PLAIN) -> Replicates:
+def _over_groups(values: np.ndarray, scale: LinearScale | RemainderScale = LINEAR) -> Replicates:
     return Replicates(values[np.isfinite(values)], "groups", scale)
 
 
