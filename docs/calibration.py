@@ -31,7 +31,7 @@ from support.calibration_laws import ATTENTION_LAWS, PROMPTS, Law  # noqa: E402
 LAWS = (*ATTENTION_LAWS, *MLP_LAWS, *DEPTH_LAWS)
 EXACT = {
     "kernel_statistics": "functions of the attention weights of each row",
-    "kernel_balance": "a function of the kernel, to a tolerance of 1e-9",
+    "bistochasticity": "a function of the kernel, to a tolerance of 1e-9",
 }
 NOT_YET = {
     "entropy_along_depth": "pseudo-values of log determinants; the bias of the Gaussian entropy is tested",

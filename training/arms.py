@@ -16,10 +16,10 @@ and prompt:
 
 By arm: ``validation_loss`` in nats per token. Of the whole model, by layer and prompt (mean over tokens):
 
-    swirl_index     |J - J^T|^2 / (4 |J|^2) in Frobenius norms, J the Jacobian of the MLP with the gain of its norm
-                    folded into W_in: 0 for the gradient of a potential, 1 for a rotation
-    gate_sparsity   share of pre-activations below 0
-    closed_share    share of pre-activations where the derivative of the GELU is below 0.1
+    antisymmetric_share  |J - J^T|^2 / (4 |J|^2) in Frobenius norms, J the Jacobian of the MLP with the gain of its norm
+                         folded into W_in: 0 for the gradient of a potential, 1 for a rotation
+    gate_sparsity        share of pre-activations below 0
+    closed_gate_share    share of pre-activations where the derivative of the GELU is below 0.1
 
 and of its weights, by layer, ``coherence_max``, ``coherence_mean`` and ``alignment`` as in ``measures``. Nothing of
 helmscope is used, so that its measurements can be checked against these.
@@ -153,9 +153,9 @@ def measure_mlps(model: Any, states: list[Tensor], pre_activations: list[Tensor]
         slope = gelu_slope(z)
         rows.append(
             {
-                "swirl_index": swirl_index(w_in * block.ln_2.weight, w_out, slope).mean(1),
+                "antisymmetric_share": antisymmetric_share(w_in * block.ln_2.weight, w_out, slope).mean(1),
                 "gate_sparsity": (z < 0).double().mean((1, 2)),
-                "closed_share": (slope < CLOSED).double().mean((1, 2)),
+                "closed_gate_share": (slope < CLOSED).double().mean((1, 2)),
                 "coherence_max": coherence(w_in).amax(),
                 "coherence_mean": off_diagonal_mean(coherence(w_in)),
                 "alignment": torch.cosine_similarity(w_in, w_out, dim=-1).mean(),
@@ -169,7 +169,7 @@ def gelu_slope(z: Tensor) -> Tensor:
     return torch.special.ndtr(z) + z * torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
-def swirl_index(w_in: Tensor, w_out: Tensor, slope: Tensor) -> Tensor:
+def antisymmetric_share(w_in: Tensor, w_out: Tensor, slope: Tensor) -> Tensor:
     """|J - J^T|^2 / (4 |J|^2) for J = sum_j v_j s_j w_j^T, with s = ``slope`` (..., neurons) and the rows w_j, v_j of
     ``w_in`` and ``w_out`` (neurons, d).
 

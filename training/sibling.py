@@ -38,9 +38,9 @@ VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
     "effective_rank": (CLOUD, 0.5, "effective rank of the tokens, exponential of an entropy"),
     "collapse_residual_frobenius": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),
     "validation_loss": (("arm",), None, "validation loss, nats per token"),
-    "swirl_index": (("layer", "prompt"), 1e-3, "antisymmetric share of the MLP's Jacobian at the tokens"),
+    "antisymmetric_share": (("layer", "prompt"), 1e-3, "antisymmetric share of the MLP's Jacobian at the tokens"),
     "gate_sparsity": (("layer", "prompt"), 1e-3, "share of pre-activations below 0"),
-    "closed_share": (("layer", "prompt"), 1e-3, "share of pre-activations with a GELU derivative below 0.1"),
+    "closed_gate_share": (("layer", "prompt"), 1e-3, "share of pre-activations with a GELU derivative below 0.1"),
     "coherence_max": (("layer",), None, "largest |cos| of two rows of W_in"),
     "coherence_mean": (("layer",), None, "mean |cos| of two rows of W_in"),
     "alignment": (("layer",), None, "mean cos of what a neuron reads and writes"),
@@ -50,8 +50,8 @@ COORDINATES = (
     "bias); first token left out"
 )
 JACOBIAN = (
-    "swirl_index = |J - J^T|^2 / (4 |J|^2), Frobenius norms, mean over tokens; J is the Jacobian of the MLP at its "
-    "input, with the gain of its norm folded into W_in"
+    "antisymmetric_share = |J - J^T|^2 / (4 |J|^2), Frobenius norms, mean over tokens; J is the Jacobian of the MLP at "
+    "its input, with the gain of its norm folded into W_in"
 )
 
 

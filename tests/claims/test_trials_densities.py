@@ -178,7 +178,7 @@ def test_what_is_left_of_the_gap_is_of_order_tau() -> None:
     """Of the layer and of the flow, both with T, U and noise."""
     case = registered_case("jko-step")
     layer, other = jko_step.random_layers(case, 2)
-    shares = [jko_step.closed_shares(layer, other, tau, 0.4)["U"] for tau in (0.1, 0.05, 0.025)]
+    shares = [jko_step.closed_gate_shares(layer, other, tau, 0.4)["U"] for tau in (0.1, 0.05, 0.025)]
     left = 1 - np.array(shares)
     assert np.abs(np.log2(left[:-1] / left[1:]) - 1).max() < 0.15  # order 1, layer and flow
 

@@ -198,4 +198,11 @@ def test_every_measurement_has_a_table(helmscope, tmp_path):
             for row in found:
                 place = {axis: values[axis].dtype.type(row[axis]) for axis in values.dims}
                 assert float(row[column]) == pytest.approx(float(values.sel(place)), nan_ok=True, rel=1e-12)
-        assert {"nu", "nu_low", "nu_high", "total_nu", "layer", "head"} <= set(rows[0]) or name != "attention_noise"
+        assert {
+            "nu_token_sampling",
+            "nu_token_sampling_low",
+            "nu_token_sampling_high",
+            "total_nu_token_sampling",
+            "layer",
+            "head",
+        } <= set(rows[0]) or name != "attention_noise"

@@ -48,12 +48,12 @@ def test_the_parts_of_an_mlp_are_sums_over_its_neurons():
 def test_the_index_of_known_cases():
     turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=F64)
     x = points(6, 2)
-    assert torch.equal(jacobian_split(lambda y: y @ turn.mT, x).swirl_index, torch.ones(6, dtype=F64))
-    assert torch.equal(jacobian_split(lambda y: 3 * y, x).swirl_index, torch.zeros(6, dtype=F64))
+    assert torch.equal(jacobian_split(lambda y: y @ turn.mT, x).antisymmetric_share, torch.ones(6, dtype=F64))
+    assert torch.equal(jacobian_split(lambda y: 3 * y, x).antisymmetric_share, torch.zeros(6, dtype=F64))
     # a neuron with w perpendicular to v is free of divergence, and yet half symmetric [Helmholtz Transformer, no. 3]
     v, w = torch.tensor([[3.0, 4.0, 0.0]], dtype=F64), torch.tensor([[-4.0], [3.0], [5.0]], dtype=F64)
     split = jacobian_split(MLP(w_in=v, w_out=w, activation=GELU()), points(6, 3))
-    assert (split.swirl_index - 0.5).abs().max() < 2e-15
+    assert (split.antisymmetric_share - 0.5).abs().max() < 2e-15
     assert split.symmetric.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 2e-14
 
 
@@ -64,15 +64,15 @@ def test_the_index_of_two_weightings_of_one_function_is_one():
     for rows, out in ((axes, axes.flip(0)), (eigen, eigen * torch.tensor([[1.0], [-1.0]], dtype=F64))):
         mlp = MLP(w_in=torch.cat([rows, -rows]), w_out=torch.cat([out, -out]).mT, activation=ReLU())
         split = jacobian_split(mlp, points(5, 2))
-        assert split.swirl_index.max() < 1e-30
+        assert split.antisymmetric_share.max() < 1e-30
         assert (split.symmetric - axes.flip(0)).abs().max() < 1e-15
 
 
 def test_a_zero_jacobian_has_no_index_and_a_small_one_has():
-    assert jacobian_split(torch.zeros_like, points(3, 2)).swirl_index.isnan().all()
+    assert jacobian_split(torch.zeros_like, points(3, 2)).antisymmetric_share.isnan().all()
     for size in (1e-200, 1e200):
         shear = size * torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=F64)
-        assert jacobian_split(lambda y, m=shear: y @ m.mT, points(2)).swirl_index.item() == 0.5
+        assert jacobian_split(lambda y, m=shear: y @ m.mT, points(2)).antisymmetric_share.item() == 0.5
 
 
 @settings(max_examples=30, deadline=None)
@@ -83,18 +83,18 @@ def test_the_parts_of_a_matrix(seed, dim):
     assert torch.equal(split.symmetric, (m + m.mT) / 2)
     assert torch.equal(split.antisymmetric, (m - m.mT) / 2)
     anti = ((m - m.mT) / 2).square().sum()
-    assert split.swirl_index.item() == pytest.approx((anti / m.square().sum()).item(), abs=1e-15)
-    assert 0 <= split.swirl_index.item() <= 1
+    assert split.antisymmetric_share.item() == pytest.approx((anti / m.square().sum()).item(), abs=1e-15)
+    assert 0 <= split.antisymmetric_share.item() <= 1
 
 
 def test_points_do_not_interact():
     mlp, x = random_mlp(4, 3), points(2, 5, 3)
     together = jacobian_split(mlp, x)
     assert together.symmetric.shape == (2, 5, 3, 3)
-    assert together.swirl_index.shape == (2, 5)
+    assert together.antisymmetric_share.shape == (2, 5)
     moved = jacobian_split(mlp, torch.cat([x[:1], 5 * x[1:]]))
     assert torch.equal(moved.symmetric[0], together.symmetric[0])
-    assert torch.equal(moved.swirl_index[0], together.swirl_index[0])
+    assert torch.equal(moved.antisymmetric_share[0], together.antisymmetric_share[0])
     assert not torch.allclose(moved.symmetric[1], together.symmetric[1])
     alone = jacobian_split(mlp, x[1, 2])
     assert (alone.antisymmetric - together.antisymmetric[1, 2]).abs().max() < 4e-15
@@ -118,7 +118,7 @@ def test_other_forces_and_dtypes():
 
 def test_the_index_can_be_differentiated():
     mlp, x = random_mlp(4, 3), points(3, 3).requires_grad_(True)
-    assert torch.autograd.gradcheck(lambda y: jacobian_split(mlp.ambient, y).swirl_index, (x,))
+    assert torch.autograd.gradcheck(lambda y: jacobian_split(mlp.ambient, y).antisymmetric_share, (x,))
 
 
 @pytest.mark.parametrize(

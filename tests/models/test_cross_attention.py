@@ -116,7 +116,7 @@ def test_what_takes_a_system_takes_both_stacks(family):
         assert hs.overview(each, beta=1.0).sizes["depth"] == 3 * steps + 1
         seen = hs.measure(each)
         assert seen["kernel_statistics"].sizes["layer"] == 3
-        assert np.isfinite(seen["drift_and_swirl"].attention_speed.values).all()
+        assert np.isfinite(seen["drift_and_swirl"].attention_tangential_speed.values).all()
     lens = hs.logit_lens_kl(recording)
     assert lens.sizes["depth"] == 10
     assert np.abs(lens.divergence[-1].values).max() <= 1e-6

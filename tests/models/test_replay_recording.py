@@ -105,7 +105,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
     assert len(calls) == 3
     assert set(seen) == {"kernel_statistics", "attention_drift", "attention_noise", "drift_and_swirl"}
     assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
-    assert seen["drift_and_swirl"].attention_speed.dims == ("layer", "prompt")
+    assert seen["drift_and_swirl"].attention_tangential_speed.dims == ("layer", "prompt")
     hs.kernel_statistics(recording)
     hs.drift_and_swirl(recording)
     assert len(calls) == 9

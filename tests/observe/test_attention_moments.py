@@ -65,9 +65,15 @@ def oracle(context, tensors):
         kernel, value, output = kernel[:, None], value[:, None], output[None]
     rows, heads, n, _ = kernel.shape
     d = output.shape[1]
-    names = ("drift", "drift_ratio", "nu", "nu_random_values", "anisotropy", "rank", "rank_bound")
+    names = ("drift", "drift_ratio", "nu_token_sampling", "nu_random_values", "anisotropy", "rank", "rank_bound")
     per_head = {name: np.full((rows, heads, n), np.nan) for name in names}
-    names = ("total_drift", "total_drift_ratio", "total_nu", "total_nu_random_values", "total_nu_as_printed")
+    names = (
+        "total_drift",
+        "total_drift_ratio",
+        "total_nu_token_sampling",
+        "total_nu_random_values",
+        "total_nu_as_printed",
+    )
     names += ("total_anisotropy", "total_rank", "smallest_eigenvalue", "effective_share")
     total = {name: np.full((rows, n), np.nan) for name in names}
     moved = np.zeros((rows, n, d))
@@ -91,7 +97,7 @@ def oracle(context, tensors):
                 tangent = t @ sigma @ t
                 eigenvalues = np.linalg.eigvalsh(tangent)
                 per_head["drift"][b, h, i] = np.linalg.norm(t @ mean) / y
-                per_head["nu"][b, h, i] = np.trace(tangent) / dim
+                per_head["nu_token_sampling"][b, h, i] = np.trace(tangent) / dim
                 per_head["nu_random_values"][b, h, i] = np.trace(t @ sigma_b @ t) / dim
                 per_head["rank"][b, h, i] = 0
                 if (weights > 0).sum() > 1 or sink > 1e-4:
@@ -103,7 +109,7 @@ def oracle(context, tensors):
             tangent = t @ summed @ t
             moved[b, i] = t @ tensors.write[b, i].numpy() / y
             total["total_drift"][b, i] = np.linalg.norm(moved[b, i])
-            total["total_nu"][b, i] = np.trace(tangent) / dim
+            total["total_nu_token_sampling"][b, i] = np.trace(tangent) / dim
             total["total_nu_random_values"][b, i] = np.trace(t @ summed_b @ t) / dim
             total["total_nu_as_printed"][b, i] = np.trace(summed) / d
             eigenvalues = np.sort(np.linalg.eigvalsh(tangent))[-dim:]
@@ -124,7 +130,9 @@ def check_against_loops(system):
     axis = system.layer_axis
     for number, (context, tensors) in enumerate(seen.layers):
         per_head, total, moved = oracle(context, tensors)
-        weights = np.ones(total["total_nu"].shape) if context.weights is None else context.weights.numpy()
+        weights = (
+            np.ones(total["total_nu_token_sampling"].shape) if context.weights is None else context.weights.numpy()
+        )
 
         def mean(values, m):
             m = np.broadcast_to(m, values.shape) * np.isfinite(values)
@@ -166,7 +174,7 @@ def test_the_oracle_of_the_theory():
     value = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=F64)
     run = integrate(SA(beta=0.0, bias=bias, value=value), x, [0.0])
     noise, drift = attention_noise(run), attention_drift(run)
-    assert noise.nu.item() == pytest.approx((0.105 + 0.545 + 0.105) / 3, abs=1e-14)
+    assert noise.nu_token_sampling.item() == pytest.approx((0.105 + 0.545 + 0.105) / 3, abs=1e-14)
     assert noise.nu_random_values.item() == pytest.approx((0.0351 + 0.1279 + 0.0351) / 3, abs=1e-14)
     assert noise.total_nu_as_printed.item() == pytest.approx((0.545 + 0.105) / 2, abs=1e-14)
     assert drift.drift.item() == pytest.approx((0.3 + 0.9 + 0.3) / 3, abs=1e-14)  # W_V m = (.9, .3)
@@ -188,7 +196,7 @@ def test_chunks_change_nothing():
 def test_single_precision_is_close():
     ids = inputs_of("gpt2", batch=2, n=9)
     wide, narrow = (attention_noise(record(tiny_model("gpt2", dtype=dtype), ids)) for dtype in (F64, torch.float32))
-    np.testing.assert_allclose(narrow.total_nu.values, wide.total_nu.values, rtol=2e-5)
+    np.testing.assert_allclose(narrow.total_nu_token_sampling.values, wide.total_nu_token_sampling.values, rtol=2e-5)
     np.testing.assert_allclose(narrow.nu_random_values.values, wide.nu_random_values.values, rtol=1e-4)
 
 
@@ -198,14 +206,14 @@ def test_no_spread_means_no_ratio(dtype):
     same = x_of(1, 1, 3).to(dtype).expand(2, 4, 3)
     sharp = integrate(SA(beta=1e6), x_of(2, 4, 3).to(dtype), [0.0])
     for run in (integrate(SA(beta=1.0), same, [0.0]), sharp):
-        assert attention_noise(run).nu.values.tolist() == [[0.0, 0.0]]
+        assert attention_noise(run).nu_token_sampling.values.tolist() == [[0.0, 0.0]]
         assert np.isnan(attention_drift(run).drift_ratio.values).all()
     assert attention_drift(sharp).drift.values.max() < 1e-6
 
 
 def test_rows_above_1_have_a_drift_and_no_sampling_covariance():
     run = integrate(USA(beta=4.0), x_of(1, 4, 3), [0.0])
-    assert np.isnan(attention_noise(run).nu.values).all()
+    assert np.isnan(attention_noise(run).nu_token_sampling.values).all()
     assert np.isnan(attention_noise_spectrum(run).total_rank.values).all()
     assert attention_drift(run).drift.item() > 0
 

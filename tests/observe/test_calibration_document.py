@@ -47,7 +47,12 @@ def row_of(calibration, measurement, quantity, size, repetitions=100, number=0):
 
 # what the estimators have on average at a finite size, by hand
 EXPECTED = [
-    ("attention_noise", "nu", 8, (7 / 8) ** 2 / 8),  # T x_i = 0: n - 1 values about a mean of which they are 1/n each
+    (
+        "attention_noise",
+        "nu_token_sampling",
+        8,
+        (7 / 8) ** 2 / 8,
+    ),  # T x_i = 0: n - 1 values about a mean of which they are 1/n each
     ("attention_noise", "nu_random_values", 8, (7 / 8) ** 2 / 64),
     ("attention_divergence", "divergence", 8, -3 / 8),  # -(d - 1) <x_i, m>
     ("mlp_jacobian", "weighted_trace", 8, 7 / 8),  # C divides by n, and tr(J E C) = 1
@@ -76,7 +81,11 @@ def misses(calibration, measurement, quantity, size, repetitions):
 
 @pytest.mark.parametrize(
     ("measurement", "quantity", "size"),
-    [("attention_noise", "nu", 8), ("depth_steps", "median_angle", 8), ("effective_beta", "beta_others", 8)],
+    [
+        ("attention_noise", "nu_token_sampling", 8),
+        ("depth_steps", "median_angle", 8),
+        ("effective_beta", "beta_without_self", 8),
+    ],
 )
 def test_intervals_cover_the_expectation(calibration, measurement, quantity, size):
     low, high = misses(calibration, measurement, quantity, size, 400)
@@ -88,7 +97,7 @@ def test_standard_errors_that_are_too_small_are_noticed(calibration, monkeypatch
     """As if the tokens of a prompt were replicates: errors smaller by a factor of 2 for four tokens each."""
     plain = reduce.moments
     monkeypatch.setattr(reduce, "moments", lambda x, scale: (plain(x, scale)[0], plain(x, scale)[1] / 2))
-    low, high = misses(calibration, "attention_noise", "nu", 8, 400)
+    low, high = misses(calibration, "attention_noise", "nu_token_sampling", 8, 400)
     assert low + high > 2 * stats.binom.ppf(0.999, 400, 0.068)
 
 

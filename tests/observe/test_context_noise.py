@@ -80,7 +80,7 @@ def test_groups_agree_with_loops(family):
         trace = np.trace(sigma)
         assert measured.nu_context.values[k] == pytest.approx(trace / dim, rel=1e-9)
         halves = [np.mean(sampling[half::2], 0) for half in (0, 1)]
-        assert measured.nu_sampling.values[k] == pytest.approx(
+        assert measured.nu_token_sampling.values[k] == pytest.approx(
             sum(np.trace(each) for each in halves) / 2 / dim, rel=1e-6
         )
         assert measured.nu_random_values.values[k] == pytest.approx(np.mean(random) / dim, rel=1e-6)

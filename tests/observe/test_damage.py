@@ -67,7 +67,8 @@ def test_tokens_that_cannot_occur_count_nothing():
     edited = torch.tensor([[1.0, 0.0, off]], dtype=torch.float64)
     found = token_damage(edited, torch.tensor([0]), plain)
     without = token_damage(edited[:, :2], torch.tensor([0]), plain[:, :2])
-    assert torch.equal(found, without) and bool(found.isfinite().all())
+    assert torch.equal(found, without)
+    assert bool(found.isfinite().all())
     assert token_damage(plain, torch.tensor([0]), plain.new_zeros(1, 3))[0].item() == torch.inf
 
 
@@ -75,5 +76,5 @@ def test_texts_of_unequal_length_and_edits_that_do_not_fit():
     recording = record(tiny_model("gpt2"), IDS)
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to"):
         damage_under_edits(recording, {"edit": Ablate([7])})
-    with pytest.raises(HelmscopeError, match="edits is {}, but it must be a mapping of names to edits"):
+    with pytest.raises(HelmscopeError, match=r"edits is \{\}, but it must be a mapping of names to edits"):
         damage_under_edits(recording, {})

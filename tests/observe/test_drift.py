@@ -85,7 +85,7 @@ def test_an_mlp_is_the_loop_over_neurons(mask):
     ):  # no norm: no other coordinates
         assert seen[f"{name}_norm_output"].equals(seen[f"{name}_unit_sphere"])
     assert seen.attrs["n"] == 3
-    assert "attention_speed" not in seen
+    assert "attention_tangential_speed" not in seen
     assert seen.harmonic.values == pytest.approx([B_OUT.norm().item()] * 2, rel=1e-13)
 
 
@@ -102,7 +102,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
             "swirl_unit_sphere": split.swirl(x).norm().item(),
             "potential_unit_sphere": split.potential(x).item(),
             "trace": df.trace().item(),
-            "swirl_index": ((df - df.T).norm() ** 2 / 4 / df.norm() ** 2).item(),
+            "antisymmetric_share": ((df - df.T).norm() ** 2 / 4 / df.norm() ** 2).item(),
             "surface_divergence": surface.divergence(GATED.ambient, x).item(),
         }
 
@@ -111,7 +111,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
         [np.mean([math.hypot(*v) for v in attention_oracles.sa_velocity(cloud, 2.0)]) for cloud in clouds]
         for clouds in run.states.tolist()
     ]
-    agrees(seen, {"attention_speed": np.array(speeds)})
+    agrees(seen, {"attention_tangential_speed": np.array(speeds)})
 
 
 def test_weights_reach_attention():
@@ -119,7 +119,7 @@ def test_weights_reach_attention():
     run = hs.integrate(Block(hs.SA(2.0), TANH), X, times=[0.0], weights=mass)
     seen = measured(run)
     speed = (hs.SA(2.0)(X, weights=mass).norm(dim=-1) @ mass).mean() / mass.sum()
-    assert seen.attention_speed.item() == pytest.approx(speed.item(), rel=1e-14)
+    assert seen.attention_tangential_speed.item() == pytest.approx(speed.item(), rel=1e-14)
 
 
 def test_a_residual_stream_has_the_force_on_its_directions():
@@ -132,7 +132,7 @@ def test_a_residual_stream_has_the_force_on_its_directions():
     f = TANH(norm(y))
     assert seen.force.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
     a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
-    assert seen.attention_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
+    assert seen.attention_tangential_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
 
 
 def test_under_a_layer_the_mlp_is_read_between_the_halves():
@@ -143,7 +143,7 @@ def test_under_a_layer_the_mlp_is_read_between_the_halves():
     middle = hs.sphere.retract(X + 0.5 * hs.SA(2.0).ambient(X))
     assert seen.force[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
     speed = hs.SA(2.0)(X).norm(dim=-1).mean()
-    assert seen.attention_speed[0].item() == pytest.approx(speed.item(), rel=1e-13)
+    assert seen.attention_tangential_speed[0].item() == pytest.approx(speed.item(), rel=1e-13)
 
 
 def test_the_norm_before_the_mlp_says_where_the_force_is_read():
@@ -167,7 +167,7 @@ def test_closed_forms_of_linear_forces():
     exact |= {"potential_unit_sphere": 1.5, "energy_unit_sphere": -1.5}
     exact |= {"gradient_unit_sphere": 3, "swirl_unit_sphere": 4}
     exact |= {
-        "swirl_index": 0.64,
+        "antisymmetric_share": 0.64,
         "swirl_fraction_as_printed_unit_sphere": 0.64,
         "surface_divergence": 0,
         "harmonic": 0,
@@ -191,7 +191,7 @@ def test_the_printed_fraction_belongs_to_the_weights_and_the_index_to_the_functi
     for mlp in (by_axes, by_eigen):
         seen = measured(hs.integrate(mlp, x, times=[0.0]))
         fractions.append(seen.swirl_fraction_as_printed_unit_sphere.item())
-        assert seen.swirl_index.item() < 1e-30
+        assert seen.antisymmetric_share.item() < 1e-30
     assert fractions == pytest.approx([1.0, 0.0], abs=1e-15)
 
 
@@ -204,7 +204,7 @@ def test_no_derivative_no_swirl():
         activation=ReLU(),
     )
     seen = measured(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
-    assert math.isnan(seen.swirl_index.item())
+    assert math.isnan(seen.antisymmetric_share.item())
     assert seen.surface_divergence.item() == pytest.approx(-1.0)
     assert math.isnan(seen.force_stderr.item())
 
@@ -229,7 +229,7 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
 
 def test_the_speed_of_attention_before_a_layernorm_leaves_out_the_mean_over_coordinates():
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=5))
-    seen = drift_and_swirl(recording).attention_speed.values[0]
+    seen = drift_and_swirl(recording).attention_tangential_speed.values[0]
     y, after = recording.stream(depth=0), recording.stream(depth=1)
     x = y - y.mean(-1, keepdim=True)
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)

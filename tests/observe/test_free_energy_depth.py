@@ -161,7 +161,7 @@ def test_a_model_is_measured_as_by_hand() -> None:
     """Delta F of one MLP and one attention half-step, with every cloud without one prompt computed again."""
     recording = hs.record(small_model(), TEXTS)
     measured = free_energy_along_depth(recording, tokens=None)
-    nus = attention_noise(recording).total_nu.values
+    nus = attention_noise(recording).total_nu_token_sampling.values
     basis = torch.linalg.qr(torch.cat([torch.ones(10, 1, dtype=F64), torch.eye(10, dtype=F64)], 1))[0][:, 1:10]
 
     def free_energy(depth: int, layer: int, kept: list[int]) -> float:

@@ -220,8 +220,10 @@ def test_the_energy_of_a_small_model() -> None:
     assert energy.at.numpy() == pytest.approx(at.numpy(), abs=1e-9)
     plain = [list(IDS[k].tolist()) for k in selected]
     nu = attention_noise(hs.record(small_model(), torch.tensor(plain)))
-    assert 0 < energy.nu < 12 / 11 * float(nu.total_nu[1].mean()) * (1 + 1e-9)  # the first token has a nu of 0
-    assert energy.nu == pytest.approx(12 / 11 * float(nu.total_nu[1].mean()), rel=1e-6)
+    assert (
+        0 < energy.nu < 12 / 11 * float(nu.total_nu_token_sampling[1].mean()) * (1 + 1e-9)
+    )  # the first token has a nu of 0
+    assert energy.nu == pytest.approx(12 / 11 * float(nu.total_nu_token_sampling[1].mean()), rel=1e-6)
 
 
 def test_the_measurement_of_a_small_model() -> None:

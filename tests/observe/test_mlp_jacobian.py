@@ -63,9 +63,9 @@ def test_shares_are_the_loops_over_tokens(force):
             onto = torch.eye(D, dtype=F64) - torch.outer(x, x)
             rows.append(
                 {
-                    "swirl_index": share_of(jacobian),
-                    "swirl_index_tangent": share_of(onto @ jacobian @ onto),
-                    "swirl_index_weighted": share_of(root @ jacobian @ root),
+                    "antisymmetric_share": share_of(jacobian),
+                    "antisymmetric_share_tangent": share_of(onto @ jacobian @ onto),
+                    "antisymmetric_share_weighted": share_of(root @ jacobian @ root),
                     "positive_trace_share": float(jacobian.trace() > 0),
                     "weighted_trace": (jacobian @ covariance).trace().item(),
                     "covariance_rank_limit": min(len(tokens) - 1, D),
@@ -90,18 +90,18 @@ def test_a_conservative_mlp_and_the_same_turned_by_an_angle(angle):
         for a, b in x[system].tolist():
             c1, c2 = 1 - math.tanh(a) ** 2, 1 - math.tanh(b) ** 2
             shares.append(math.sin(angle) ** 2 * (c1 + c2) ** 2 / (2 * (c1**2 + c2**2)))
-        assert seen.swirl_index[0, system].item() == pytest.approx(sum(shares) / 7, rel=1e-12, abs=1e-15)
-    assert (seen.swirl_index_weighted.values < 1e-15).all() == (angle == 0)
+        assert seen.antisymmetric_share[0, system].item() == pytest.approx(sum(shares) / 7, rel=1e-12, abs=1e-15)
+    assert (seen.antisymmetric_share_weighted.values < 1e-15).all() == (angle == 0)
 
 
 def test_identical_tokens_and_a_silent_mlp_have_no_share():
     same = X[:1, :1].expand(1, 4, D)
     seen = mlp_jacobian(hs.integrate(PLAIN, same, times=[0.0]))
-    assert math.isnan(seen.swirl_index_weighted.item())
-    assert seen.swirl_index.item() > 0
+    assert math.isnan(seen.antisymmetric_share_weighted.item())
+    assert seen.antisymmetric_share.item() > 0
     off = MLP(w_in=PLAIN.w_in, w_out=PLAIN.w_out, b_in=torch.full((HIDDEN,), -99.0, dtype=F64), activation=ReLU())
     silent = mlp_jacobian(hs.integrate(off, X, times=[0.0]))
-    assert silent.swirl_index.isnull().all()
+    assert silent.antisymmetric_share.isnull().all()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "gpt_oss"])
@@ -115,7 +115,7 @@ def test_recordings_agree_with_their_force_and_chunks_do_not_matter(family):
             np.testing.assert_allclose(again[name][quantity].values, value.values, rtol=1e-9, atol=1e-12)
     points = hs.sphere.retract(recording.points(layer=1))
     shares = antisymmetric_share(recording.force(layer=1), points).mean(-1)
-    assert seen["mlp_jacobian"].swirl_index[1].values == pytest.approx(shares.numpy(), rel=1e-9)
+    assert seen["mlp_jacobian"].antisymmetric_share[1].values == pytest.approx(shares.numpy(), rel=1e-9)
     assert ("expert" in mlp_weights(recording).dims) == (family in ("mixtral", "gpt_oss"))
 
 
@@ -150,7 +150,7 @@ def test_gates_below_a_threshold():
         below = sum(float(v < 0.2) for token in z for v in token) / (HIDDEN * len(z))
         closed = sum(float(1 - math.tanh(v) ** 2 < 0.5) for token in z for v in token) / (HIDDEN * len(z))
         silent = sum(all(token[j] < 0.2 for token in z) for j in range(HIDDEN)) / HIDDEN
-        found = [seen[name][0, system].item() for name in ("gate_sparsity", "closed_share", "silent_share")]
+        found = [seen[name][0, system].item() for name in ("gate_sparsity", "closed_gate_share", "silent_share")]
         assert found == pytest.approx([below, closed, silent])
 
 
@@ -172,13 +172,17 @@ def test_the_projection_finds_a_gradient_and_a_rotated_one():
     turn = torch.tensor([[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
     rotated = MLP(w_in=rows, w_out=turn @ gradient.w_out, b_in=gradient.b_in, activation=Tanh())
     shares = [mlp_projection(hs.integrate(f, CLOUDS, times=[0.0]), progress=False) for f in (gradient, rotated)]
-    assert shares[0].swirl_bound.max() < 1e-6
+    assert shares[0].swirl_share_bound.max() < 1e-6
     fitted = hs.fields.gradient_residual_share(rotated, CLOUDS.reshape(-1, 3))  # on the tokens of the fit
-    assert fitted < float(shares[1].swirl_bound.mean()) < 1.5 * fitted
-    assert float(shares[1].swirl_bound.min()) > 1e4 * float(shares[0].swirl_bound.max())
-    assert shares[0].swirl_bound.dims == ("time", "system")
+    assert fitted < float(shares[1].swirl_share_bound.mean()) < 1.5 * fitted
+    assert float(shares[1].swirl_share_bound.min()) > 1e4 * float(shares[0].swirl_share_bound.max())
+    assert shares[0].swirl_share_bound.dims == ("time", "system")
     few = mlp_projection(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, tokens=100, progress=False)
-    assert shares[0].swirl_bound.mean() < few.swirl_bound.mean() <= 1.2 * few.swirl_bound_quadratic.mean()
+    assert (
+        shares[0].swirl_share_bound.mean()
+        < few.swirl_share_bound.mean()
+        <= 1.2 * few.swirl_share_bound_quadratic.mean()
+    )
 
 
 def test_the_projection_of_a_rotation_is_all_swirl():
@@ -186,7 +190,9 @@ def test_the_projection_of_a_rotation_is_all_swirl():
     turn = MLP(w_in=turn.w_in, w_out=turn.w_out, activation=Identity())
     circle = torch.linspace(0, 2 * math.pi, 65, dtype=F64)[:-1]
     x = torch.stack([circle.cos(), circle.sin()], -1).expand(4, 64, 2)
-    assert mlp_projection(hs.integrate(turn, x, times=[0.0]), progress=False).swirl_bound.values == pytest.approx(1)
+    assert mlp_projection(hs.integrate(turn, x, times=[0.0]), progress=False).swirl_share_bound.values == pytest.approx(
+        1
+    )
 
 
 class Points(hs.Instrument):
@@ -229,10 +235,10 @@ def test_the_projection_of_a_recorded_model(family):
     """A plain and a gated MLP, whose quadratic part is fitted to the even prompts for the odd ones and vice versa."""
     recording = record(tiny_model(family), inputs_of(family, batch=8, n=24))
     seen = mlp_projection(recording, progress=False)
-    assert seen.swirl_bound.dims == ("layer", "prompt")
+    assert seen.swirl_share_bound.dims == ("layer", "prompt")
     assert seen.sizes["prompt"] == 8
-    assert float(seen.swirl_bound.min()) > 0
-    assert bool(np.isfinite(seen.swirl_bound).all())
+    assert float(seen.swirl_share_bound.min()) > 0
+    assert bool(np.isfinite(seen.swirl_share_bound).all())
     points = Points()
     recording.replay(points)
     for layer, (x, force) in points.found.items():
@@ -240,7 +246,7 @@ def test_the_projection_of_a_recorded_model(family):
         expected = np.empty(8)
         expected[1::2] = left_by_quadratics(x[::2], x[1::2], force)
         expected[::2] = left_by_quadratics(x[1::2], x[::2], force)
-        assert seen.swirl_bound_quadratic.sel(layer=layer).values == pytest.approx(expected, rel=1e-3)
+        assert seen.swirl_share_bound_quadratic.sel(layer=layer).values == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "least"), [("gpt2", 32), ("llama", 33)])
@@ -253,13 +259,14 @@ def test_the_projection_needs_tokens_that_span_all_dimensions(family, least):
         seen = mlp_projection(record(tiny_model(family), ids), progress=False)
         determined = 2 * n >= least
         assert ("undetermined" not in seen.attrs) == determined
-        assert bool(np.isfinite(seen.swirl_bound).all()) == determined
-        assert bool(np.isnan(seen.swirl_bound_quadratic).all()) != determined
+        assert bool(np.isfinite(seen.swirl_share_bound).all()) == determined
+        assert bool(np.isnan(seen.swirl_share_bound_quadratic).all()) != determined
     if family == "llama":
         alike = mlp_projection(record(tiny_model(family), inputs_of(family, n=16, batch=1).expand(4, 16)))
         assert alike.attrs["undetermined"] == (
-            "swirl_bound and swirl_bound_quadratic are NaN in layers 0, 1, 2: the tokens of half of the prompts, of "
-            "which 16 are distinct, span 15 of 32 dimensions, but a fit needs all of them: use more or longer prompts"
+            "swirl_share_bound and swirl_share_bound_quadratic are NaN in layers 0, 1, 2: the tokens of half of the "
+            "prompts, of which 16 are distinct, span 15 of 32 dimensions, but a fit needs all of them: use more or "
+            "longer prompts"
         )
 
 
@@ -268,9 +275,11 @@ def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
     plane = hs.sphere.retract(torch.cat([normal(4, 60, 2), torch.zeros(4, 60, 1, dtype=F64)], -1))
     for x, numbers in ((plane, "120 are distinct, span 2 of 3"), (CLOUDS[:4, :1].expand(4, 9, 3), "span 1 of 3")):
         seen = mlp_projection(hs.integrate(force, x, times=[0.0]), progress=False)
-        assert bool(np.isnan(seen.swirl_bound).all())
+        assert bool(np.isnan(seen.swirl_share_bound).all())
         assert numbers in seen.attrs["undetermined"]
-    assert bool(np.isfinite(mlp_projection(hs.integrate(force, CLOUDS, times=[0.0]), progress=False).swirl_bound).all())
+    assert bool(
+        np.isfinite(mlp_projection(hs.integrate(force, CLOUDS, times=[0.0]), progress=False).swirl_share_bound).all()
+    )
 
 
 @pytest.mark.parametrize(

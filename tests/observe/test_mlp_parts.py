@@ -91,8 +91,8 @@ def test_values_of_tokens_on_request():
     seen = drift_and_swirl(hs.integrate(PLAIN, x, times=[0.0], mask=mask), per_token=True)
     split = helmholtz(PLAIN).potential(x).where(mask, torch.nan)
     np.testing.assert_allclose(seen.token_potential_unit_sphere[0].values, split, rtol=1e-13)
-    means = seen.token_swirl_index.mean("token")
-    np.testing.assert_allclose(means, seen.swirl_index, rtol=1e-14)
+    means = seen.token_antisymmetric_share.mean("token")
+    np.testing.assert_allclose(means, seen.antisymmetric_share, rtol=1e-14)
 
 
 EXPERTS = (GATED, GatedMLP(w_gate=normal(5, D), w_up=normal(5, D), w_out=normal(D, 5)), GATED)
@@ -138,7 +138,7 @@ def test_a_recording_of_a_mixture(family):
     shares = force.select(points)[0].sum(-1).mean(-1).double()
     assert total[1] == pytest.approx(shares.numpy(), rel=1e-6)
     assert ("potential_unit_sphere" in seen) == (family == "mixtral")  # clamped neurons have no potential
-    assert (seen.attrs["routing_weights"][:6], float(seen.swirl_index.max()) <= 1) == ("frozen", True)
+    assert (seen.attrs["routing_weights"][:6], float(seen.antisymmetric_share.max()) <= 1) == ("frozen", True)
     again = record(model, ids, batch_size=1).replay(DriftAndSwirl())["drift_and_swirl"]
     for name, value in seen.data_vars.items():
         np.testing.assert_allclose(again[name].values, value.values, rtol=1e-10, atol=1e-12)

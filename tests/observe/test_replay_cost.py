@@ -122,12 +122,12 @@ def test_only_what_needs_the_jacobian_is_sampled():
                 shares.append((skew.square().sum() / jacobian.square().sum()).item())
                 radial.append((x @ jacobian @ x).item())
         assert len(shares) == 7
-        assert seen.swirl_index[0, system].item() == pytest.approx(np.mean(shares), rel=1e-12)
+        assert seen.antisymmetric_share[0, system].item() == pytest.approx(np.mean(shares), rel=1e-12)
         divergence = np.mean(rest) - np.mean(radial)
         assert seen.surface_divergence[0, system].item() == pytest.approx(divergence, rel=1e-11)
-    for name in set(seen.data_vars) - {"swirl_index", "surface_divergence"}:
+    for name in set(seen.data_vars) - {"antisymmetric_share", "surface_divergence"}:
         assert np.array_equal(seen[name], whole[name]), name
-    assert (seen.swirl_index != whole.swirl_index).all()
+    assert (seen.antisymmetric_share != whole.antisymmetric_share).all()
     assert (seen.attrs["jacobian_tokens"], whole.attrs["jacobian_tokens"]) == ("at most 7, evenly spaced", "all")
 
 

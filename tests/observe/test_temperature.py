@@ -25,9 +25,9 @@ START = Uniform(n=9, dim=4).sample(batch=3, seed=2)
 @pytest.mark.parametrize("beta", [0.5, 8.0])
 def test_a_simulation_gives_back_its_beta(beta, causal):
     found = effective_beta(integrate(SA(beta=beta, causal=causal), START, times=[0.0, 0.5]))
-    for name in ("beta", "beta_others"):
+    for name in ("beta", "beta_without_self"):
         assert np.abs(found[name] - beta).max() < 1e-10, name
-    for name in ("r_squared", "r_squared_others"):
+    for name in ("r_squared", "r_squared_without_self"):
         assert np.abs(found[name] - 1).max() < 1e-12, name
     # a causal query i sees i + 1 keys, of which the first is left out
     assert float(found["keys"][0, 0]) == pytest.approx(4 if causal else 8)

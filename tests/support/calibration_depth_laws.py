@@ -54,26 +54,26 @@ PLANE = LINEAR[:2, :2].contiguous()
 def draw_weighted(size: int, count: int, generator: torch.Generator) -> Values:
     x = hs.sphere.retract(normals(generator, count, size, 2) * AXES)
     force = MLP(w_in=torch.eye(2, dtype=F64), w_out=PLANE, activation=Identity())
-    return picked(mlp_jacobian(hs.integrate(force, x, times=[0.0])), "swirl_index_weighted", "weighted_trace")
+    return picked(mlp_jacobian(hs.integrate(force, x, times=[0.0])), "antisymmetric_share_weighted", "weighted_trace")
 
 
 def weighted_truths(size: int) -> dict[str, float]:
     covariance = np.diag((AXES / AXES.sum()).numpy())
     root = np.sqrt(covariance)
     return {
-        "swirl_index_weighted": share_of(root @ PLANE.numpy() @ root),
+        "antisymmetric_share_weighted": share_of(root @ PLANE.numpy() @ root),
         "weighted_trace": float(np.trace(PLANE.numpy() @ covariance)),
     }
 
 
 def draw_projection(size: int, count: int, generator: torch.Generator) -> Values:
     run = hs.integrate(FORCE, uniform(generator, count, size, 3), times=[0.0])
-    return picked(mlp_projection(run, progress=False), "swirl_bound", "swirl_bound_quadratic")
+    return picked(mlp_projection(run, progress=False), "swirl_share_bound", "swirl_share_bound_quadratic")
 
 
 def projection_truths(size: int) -> dict[str, float]:
     """A x is tangential and free of divergence: no gradient explains any of it."""
-    return dict.fromkeys(("swirl_bound", "swirl_bound_quadratic"), share_of(LINEAR.numpy()))
+    return dict.fromkeys(("swirl_share_bound", "swirl_share_bound_quadratic"), share_of(LINEAR.numpy()))
 
 
 READ = 6

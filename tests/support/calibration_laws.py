@@ -75,12 +75,18 @@ def _cloud(size: int, count: int, generator: torch.Generator) -> hs.Simulation:
 
 
 def draw_noise(size: int, count: int, generator: torch.Generator) -> Values:
-    return picked(attention_noise(_cloud(size, count, generator)), "nu", "nu_random_values", "total_nu_as_printed")
+    return picked(
+        attention_noise(_cloud(size, count, generator)), "nu_token_sampling", "nu_random_values", "total_nu_as_printed"
+    )
 
 
 def noise_truths(size: int) -> dict[str, float]:
     """Cov(v) = I / d: half of it when one key is drawn, half of Cov / n for the mean of n random values."""
-    return {"nu": 1 / (2 * DIM), "nu_random_values": 1 / (2 * DIM * size), "total_nu_as_printed": 1 / (2 * DIM)}
+    return {
+        "nu_token_sampling": 1 / (2 * DIM),
+        "nu_random_values": 1 / (2 * DIM * size),
+        "total_nu_as_printed": 1 / (2 * DIM),
+    }
 
 
 def draw_spectrum(size: int, count: int, generator: torch.Generator) -> Values:
@@ -116,14 +122,14 @@ MATRIX = torch.tensor(
 def draw_beta(size: int, count: int, generator: torch.Generator) -> Values:
     field = SA(beta=1.5, query_key=MATRIX)
     run = hs.integrate(field, uniform(generator, count, size, DIM), times=[0.0])
-    return picked(effective_beta(run), "beta", "r_squared", "beta_others", "r_squared_others")
+    return picked(effective_beta(run), "beta", "r_squared", "beta_without_self", "r_squared_without_self")
 
 
 def beta_truths(size: int) -> dict[str, float]:
     """Logits 1.5 <x, M y> of uniform x, y on <x, y>: slope 1.5 tr M / d and R^2 = (tr M)^2 / (d |M|^2)."""
     slope = 1.5 * float(MATRIX.trace()) / DIM
     share = float(MATRIX.trace() ** 2 / (DIM * MATRIX.square().sum()))
-    return {"beta": slope, "r_squared": share, "beta_others": slope, "r_squared_others": share}
+    return {"beta": slope, "r_squared": share, "beta_without_self": slope, "r_squared_without_self": share}
 
 
 WORDS, POSITIONS, HEADS = 64, 6, 2
@@ -185,7 +191,7 @@ def context_truths(size: int) -> dict[str, float]:
         "r_squared": 1.0,
         "r_squared_of_means": 1.0,
         "nu_context": (1 + SHARED) * trace / KEYS / 2,
-        "nu_sampling": trace * (KEYS - 1) / KEYS / 2,
+        "nu_token_sampling": trace * (KEYS - 1) / KEYS / 2,
         "nu_random_values": trace / KEYS / 2,
         "cross_head_share": SHARED / (1 + SHARED),
         "cross_token_share": 0.0,

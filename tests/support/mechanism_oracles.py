@@ -301,6 +301,6 @@ def drift_of_token(x: Vector, force: dict[str, Any]) -> dict[str, float]:
         "potential_unit_sphere": force["potential"],
         "energy_unit_sphere": -force["potential"],
         "trace": math.fsum(df[a][a] for a in range(d)),
-        "swirl_index": skew / whole,
+        "antisymmetric_share": skew / whole,
         "surface_divergence": math.fsum(df[a][a] for a in range(d)) - dot(x, apply(df, x)) - (d - 1) * radial,
     }

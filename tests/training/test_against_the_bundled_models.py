@@ -97,5 +97,5 @@ def test_the_arms_agree_with_ablated_recordings(training):
             found = observable(some)
             assert ((wanted[name][arm, ::6] - found).abs() / found).max() < 1e-5, (name, arm)
     force, points = recording.force(layer=5), recording.points(layer=5)
-    index = hs.fields.jacobian_split(force.ambient, points[0, 1:]).swirl_index.mean()
-    assert float(wanted["swirl_index"][5, 0]) == pytest.approx(float(index), abs=1e-5)
+    index = hs.fields.jacobian_split(force.ambient, points[0, 1:]).antisymmetric_share.mean()
+    assert float(wanted["antisymmetric_share"][5, 0]) == pytest.approx(float(index), abs=1e-5)

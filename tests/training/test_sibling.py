@@ -127,11 +127,13 @@ def test_the_mlps_against_automatic_differentiation(training, ids, windows):
             for token in range(1, 20):
                 jacobian = torch.func.jacrev(force)(plain[prompt, token]).detach()
                 indices.append(float(((jacobian - jacobian.T) ** 2).sum() / (4 * (jacobian**2).sum())))
-            assert float(found["swirl_index"][layer, prompt]) == pytest.approx(np.mean(indices), abs=1e-5)
+            assert float(found["antisymmetric_share"][layer, prompt]) == pytest.approx(np.mean(indices), abs=1e-5)
         z = block.mlp.c_fc(plain * block.ln_2.weight + block.ln_2.bias)[:, 1:].detach()
         (slope,) = torch.autograd.grad(torch.nn.functional.gelu(z.requires_grad_()).sum(), z)
         assert torch.allclose(found["gate_sparsity"][layer].double(), (z < 0).double().mean((1, 2)), atol=1e-6)
-        assert torch.allclose(found["closed_share"][layer].double(), (slope < 0.1).double().mean((1, 2)), atol=1e-6)
+        assert torch.allclose(
+            found["closed_gate_share"][layer].double(), (slope < 0.1).double().mean((1, 2)), atol=1e-6
+        )
 
 
 def test_the_prompts_are_those_of_the_claim_about_clusters(training):

@@ -52,7 +52,7 @@ class MlpShares:
         """One replay of a recording.
 
         >>> from helmscope.models.record import record
-        >>> MlpShares.of(record("A", ["Once upon a time", "The cat sat"])).shares("swirl_index").shape
+        >>> MlpShares.of(record("A", ["Once upon a time", "The cat sat"])).shares("antisymmetric_share").shape
         (12, 2)
         """
         seen = recording.replay(MlpJacobian(), WrittenByMlp())
@@ -62,13 +62,13 @@ class MlpShares:
         """A quantity over (layer, prompt).
 
         >>> from helmscope.models.record import record
-        >>> float(MlpShares.of(record("A", ["Once upon a time"])).shares("swirl_index").max()) < 1
+        >>> float(MlpShares.of(record("A", ["Once upon a time"])).shares("antisymmetric_share").max()) < 1
         True
         """
         values: np.ndarray = self.measured[name].transpose("layer", "prompt").values
         return values
 
-    def at_every_half_step(self, name: str = "swirl_index") -> EverySample | PremiseImpossible:
+    def at_every_half_step(self, name: str = "antisymmetric_share") -> EverySample | PremiseImpossible:
         """The values at every MLP half-step, or why there are none.
 
         >>> from helmscope.models.record import record

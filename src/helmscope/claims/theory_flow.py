@@ -55,7 +55,7 @@ class TheoryFlow:
         >>> flow.end.shape
         (1,)
         """
-        beta = float(effective_beta(recording).beta_others.median())
+        beta = float(effective_beta(recording).beta_without_self.median())
         causal = attention_of(recording.certificate) == CAUSAL
         path, ids = _first_prompts(recording.on_sphere, prompts), token_ids(recording)
         start = retract(path.states[0].double())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class JacobianSplit(ConciseRepr):
     """The split Df = S + A of a Jacobian at each point; returned by ``jacobian_split``.
 
-    >>> JacobianSplit(torch.eye(2), torch.zeros(2, 2)).swirl_index
+    >>> JacobianSplit(torch.eye(2), torch.zeros(2, 2)).antisymmetric_share
     tensor(0.)
     """
 
@@ -32,11 +32,12 @@ class JacobianSplit(ConciseRepr):
     antisymmetric: Float[Tensor, "*batch d d"]
 
     @property
-    def swirl_index(self) -> Float[Tensor, "*batch"]:
+    def antisymmetric_share(self) -> Float[Tensor, "*batch"]:
         """|A|^2 / |Df|^2 in Frobenius norms, in [0, 1]: 0 if f is conservative to first order around the point, 1 if it
         is a pure rotation. NaN if Df = 0.
 
-        >>> jacobian_split(lambda x: x.flip(-1) * torch.tensor([1.0, 0.0]), torch.zeros(2)).swirl_index  # a shear
+        >>> shear = torch.tensor([1.0, 0.0])
+        >>> jacobian_split(lambda x: x.flip(-1) * shear, torch.zeros(2)).antisymmetric_share
         tensor(0.5000)
         """
         scale = torch.maximum(self.symmetric.abs(), self.antisymmetric.abs()).amax((-2, -1), keepdim=True).detach()
@@ -62,7 +63,7 @@ def jacobian_split(
     >>> split.antisymmetric[0]
     tensor([[ 0., -1.],
             [ 1.,  0.]])
-    >>> split.swirl_index.shape
+    >>> split.antisymmetric_share.shape
     torch.Size([5])
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 1:

@@ -127,7 +127,7 @@ MEASUREMENTS = (
     "arc_length",
     "depth_steps",
     "mlp_weights",
-    "kernel_balance",
+    "bistochasticity",
     "gate_sparsity",
     "effective_beta",
     "transport_ratio",

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
     from helmscope.observe.attention_noise import attention_noise as attention_noise
     from helmscope.observe.attention_noise import attention_noise_spectrum as attention_noise_spectrum
-    from helmscope.observe.balance import KernelBalance as KernelBalance
-    from helmscope.observe.balance import balance_divergence as balance_divergence
-    from helmscope.observe.balance import balanced_kernel as balanced_kernel
-    from helmscope.observe.balance import causal_uniform_column_sums as causal_uniform_column_sums
-    from helmscope.observe.balance import kernel_balance as kernel_balance
+    from helmscope.observe.bistochasticity import Bistochasticity as Bistochasticity
+    from helmscope.observe.bistochasticity import balance_divergence as balance_divergence
+    from helmscope.observe.bistochasticity import balanced_kernel as balanced_kernel
+    from helmscope.observe.bistochasticity import bistochasticity as bistochasticity
+    from helmscope.observe.bistochasticity import causal_uniform_column_sums as causal_uniform_column_sums
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from helmscope.types import AttentionTensors, ReplayContext, System
 
 TRACE_NAMES = {
-    "nu": "diffusivity nu of Sigma_A of a head (squared radians per layer)",
+    "nu_token_sampling": "diffusivity nu of Sigma_A of a head (squared radians per layer)",
     "nu_random_values": "diffusivity nu of Sigma_B of a head (squared radians per layer)",
-    "total_nu": "diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
+    "total_nu_token_sampling": "diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
     "total_nu_random_values": "diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
     "total_nu_as_printed": "tr Sigma_A / d as printed, summed over heads (squared radians per layer)",
 }
@@ -60,9 +60,9 @@ SPECTRUM_NAMES = {
 class AttentionNoise(Instrument):
     """Instrument: the diffusivity nu of attention in modes A and B, averaged over the tokens of each prompt.
 
-    ``nu`` and ``nu_random_values`` are per head; ``total_nu``, ``total_nu_random_values`` and ``total_nu_as_printed``
-    (tr Sigma / d, with the radial direction) are summed over heads. NaN where rows of a kernel sum to more than 1; a
-    sink outside the tokens is a key of value 0. In a flow, Sigma is per unit of time.
+    ``nu_token_sampling`` and ``nu_random_values`` are per head; ``total_nu_token_sampling``, ``total_nu_random_values``
+    and ``total_nu_as_printed`` (tr Sigma / d, with the radial direction) are summed over heads. NaN where rows of a
+    kernel sum to more than 1; a sink outside the tokens is a key of value 0. In a flow, Sigma is per unit of time.
 
     The cost is that of the attention weights once more, shared with ``AttentionDrift``.
 
@@ -70,7 +70,7 @@ class AttentionNoise(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64).expand(1, 2, 2), times=[0.0])
     >>> measured = run.replay(AttentionNoise())["attention_noise"]
-    >>> measured.nu.item(), measured.nu_random_values.item(), measured.total_nu_as_printed.item()
+    >>> measured.nu_token_sampling.item(), measured.nu_random_values.item(), measured.total_nu_as_printed.item()
     (0.125, 0.0625, 0.125)
     """
 
@@ -82,7 +82,7 @@ class AttentionNoise(Instrument):
         moments = HeadMoments.of(context, tensors)
         dim, width = moments.spaces.dim, tensors.state.shape[-1]
         weights = token_weights(tensors.state, context.weights)
-        heads = {"nu": moments.sampling / (2 * dim), "nu_random_values": moments.random / (2 * dim)}
+        heads = {"nu_token_sampling": moments.sampling / (2 * dim), "nu_random_values": moments.random / (2 * dim)}
         totals = {f"total_{name}": value.sum(1) for name, value in heads.items()}
         totals["total_nu_as_printed"] = moments.sampling_ambient.sum(1) / (2 * width)
         per_head = weights.unsqueeze(1).expand(moments.drift.shape)
@@ -100,8 +100,10 @@ def attention_noise(system: System) -> xr.Dataset:
 
     >>> from helmscope import record
     >>> measured = attention_noise(record("A", ["Once upon a time there was a cat"]))
-    >>> measured.nu.dims, bool((measured.total_nu > measured.total_nu_random_values)[1:].all())
-    (('layer', 'prompt', 'head'), True)
+    >>> measured.nu_token_sampling.dims
+    ('layer', 'prompt', 'head')
+    >>> bool((measured.total_nu_token_sampling > measured.total_nu_random_values)[1:].all())
+    True
     """
     instrument = AttentionNoise()
     return check_system(system).replay(instrument)[instrument.name]

@@ -50,9 +50,9 @@ LABELS = {
     "radial_force": "its radial part <x, f>",
     "harmonic": "length of its constant part: b_out and constant neurons",
     "trace": "trace of its Jacobian",
-    "swirl_index": "antisymmetric share of its Jacobian, |A|^2 / |Df|^2",
+    "antisymmetric_share": "antisymmetric share of its Jacobian, |A|^2 / |Df|^2",
     "surface_divergence": "surface divergence of its tangential part",
-    "attention_speed": "length of the tangential part of what attention writes",
+    "attention_tangential_speed": "length of the tangential part of what attention writes",
 }
 for _coordinates, _text in AXES.items():
     LABELS |= {
@@ -66,7 +66,7 @@ EXPERT = {f"expert_{name}": f"{text}, by expert" for name, text in LABELS.items(
 LABELS |= EXPERT | {"expert_weight": "mean routing weight of an expert"}
 SIGNED = ("radial_force", "trace", "surface_divergence", "potential_", "energy_")
 BOUNDS = {name: AT_LEAST_0 for name in LABELS if not any(part in name for part in SIGNED)}
-BOUNDS |= {"swirl_index": SHARE, "expert_swirl_index": SHARE}
+BOUNDS |= {"antisymmetric_share": SHARE, "expert_antisymmetric_share": SHARE}
 
 
 class DriftAndSwirl(Instrument):
@@ -74,23 +74,24 @@ class DriftAndSwirl(Instrument):
     by their weights.
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic`` |f - grad U - R|, which is b_out
-    with the constant neurons; ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0), ``trace`` tr Df and
+    with the constant neurons; ``antisymmetric_share`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0), ``trace`` tr Df and
     ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in) and norm_output (not
     folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_C`` |grad U|, ``swirl_C`` |R|, and
     ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system, which is not a fraction: it
     depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3]. Where there is attention also
-    ``attention_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of step size 1.
+    ``attention_tangential_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of
+    step size 1.
 
-    ``swirl_index``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a prompt at
-    most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2) per token
-    for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts, hence of every
-    interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
+    ``antisymmetric_share``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a
+    prompt at most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2)
+    per token for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts,
+    hence of every interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
 
-    With ``per_token``, also ``token_potential_C`` and ``token_swirl_index`` along the axis ``token``, NaN at tokens of
-    weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME by expert
-    as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no token of a
-    system selects. The experts of gpt-oss have clamped neurons, whose potential is not defined: U, grad U and R are
-    left out.
+    With ``per_token``, also ``token_potential_C`` and ``token_antisymmetric_share`` along the axis ``token``, NaN at
+    tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME
+    by expert as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no
+    token of a system selects. The experts of gpt-oss have clamped neurons, whose potential is not defined: U, grad U
+    and R are left out.
 
     f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
     state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP, and for points
@@ -138,7 +139,9 @@ class DriftAndSwirl(Instrument):
         write = write - write.mean(-1, keepdim=True) if context.centered else write
         speed = torch.linalg.vector_norm(write - (x * write).sum(-1, keepdim=True) * x, dim=-1)
         speed = speed if context.step is None else speed / context.step
-        self.keep(context, {"attention_speed": token_mean(speed, token_weights(tensors.state, context.weights))})
+        self.keep(
+            context, {"attention_tangential_speed": token_mean(speed, token_weights(tensors.state, context.weights))}
+        )
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the force at the inputs of the MLP."""
@@ -164,7 +167,7 @@ class DriftAndSwirl(Instrument):
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()
         means = {name: token_mean(value, weights) for name, value in tokens.items()}
-        means["swirl_index"] = _mean_where_defined(tokens["swirl_index"], weights)
+        means["antisymmetric_share"] = _mean_where_defined(tokens["antisymmetric_share"], weights)
         apart = _flat_divergence(parts, tokens["radial_force"], x.shape[-1], centered)
         means["surface_divergence"] = token_mean(apart, weights) - token_mean(parts.radial_slope, evaluated)
         for name in parts.splits:
@@ -172,7 +175,7 @@ class DriftAndSwirl(Instrument):
             means[f"swirl_fraction_as_printed_{name}"] = fraction
         self.keep(context, means)
         if self.per_token:
-            chosen = [name for name in tokens if name.startswith("potential_") or name == "swirl_index"]
+            chosen = [name for name in tokens if name.startswith("potential_") or name == "antisymmetric_share"]
             values = {f"token_{name}": torch.where(weights > 0, tokens[name], torch.nan) for name in chosen}
             self.keep(context, values, axes=("token",))
 
@@ -186,7 +189,7 @@ class DriftAndSwirl(Instrument):
             both = weights * routed
             for name, value in token_quantities(own, x, centered=centered).items():
                 column = columns.setdefault(f"expert_{name}", x.new_full((len(x), count), torch.nan))
-                column[:, expert] = (_mean_where_defined if name == "swirl_index" else token_mean)(value, both)
+                column[:, expert] = (_mean_where_defined if name == "antisymmetric_share" else token_mean)(value, both)
         self.keep(context, columns, axes=("expert",))
 
     def result(self) -> xr.Dataset:
@@ -211,7 +214,7 @@ def drift_and_swirl(system: System, *, per_token: bool = False, tokens: int | No
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> measured = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
-    >>> measured.tangential_speed.values.round(6).tolist(), measured.swirl_index.values.round(6).tolist()
+    >>> measured.tangential_speed.values.round(6).tolist(), measured.antisymmetric_share.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
     instrument = DriftAndSwirl(per_token=per_token, tokens=tokens)
@@ -236,7 +239,7 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
         **{f"potential_{name}": split.potential for name, split in parts.splits.items()},
         "radial_force": inner,
         "trace": parts.jacobian.trace,
-        "swirl_index": parts.jacobian.antisymmetric_share,
+        "antisymmetric_share": parts.jacobian.antisymmetric_share,
         "surface_divergence": _flat_divergence(parts, inner, x.shape[-1], centered) - parts.radial_slope,
     }
 

@@ -219,7 +219,7 @@ def _diffusivities(system: System) -> Float[Tensor, "layer prompt"]:
     """nu of every layer and prompt: that of attention in mode A, or of the noise of a simulation."""
     device = system.trajectory.states.device
     if isinstance(system, Recording):
-        measured = system.replay(AttentionNoise())["attention_noise"].total_nu
+        measured = system.replay(AttentionNoise())["attention_noise"].total_nu_token_sampling
         return torch.as_tensor(measured.transpose("layer", "prompt").values, dtype=torch.float64, device=device)
     assert isinstance(system, Simulation)
     noise = system.problem.noise

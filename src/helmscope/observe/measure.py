@@ -14,7 +14,7 @@ from helmscope.observe.arcs import arc_length
 from helmscope.observe.attention_divergence import attention_divergence, divergence_refusal
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
-from helmscope.observe.balance import KernelBalance
+from helmscope.observe.bistochasticity import Bistochasticity
 from helmscope.observe.block_steps import steps_refusal
 from helmscope.observe.context_noise import context_noise, context_refusal, own_contexts
 from helmscope.observe.depth_flow import depth_flow, flow_refusal
@@ -98,7 +98,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
     """The measurements of this library beyond those of ``streaming_instruments``, by increasing cost.
 
     >>> [further.name for further in further_measurements()][:4]
-    ['arc_length', 'depth_steps', 'mlp_weights', 'kernel_balance']
+    ['arc_length', 'depth_steps', 'mlp_weights', 'bistochasticity']
     """
     return (
         FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (0.2, 0.2)),
@@ -106,7 +106,7 @@ def further_measurements() -> tuple[FurtherMeasurement, ...]:
             "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (0.3, 0.3)
         ),
         FurtherMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_refusal),
-        _replayed(lambda quick, seed: KernelBalance(), (1, 1)),
+        _replayed(lambda quick, seed: Bistochasticity(), (1, 1)),
         _replayed(lambda quick, seed: GateSparsity(), (1.5, 1.5)),
         FurtherMeasurement(
             "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (2, 2), _no_kernel

@@ -3,11 +3,11 @@
 With J = Df at the unit vectors x that the folded force f reads, and S and A its symmetric and antisymmetric parts
 [Helmholtz Transformer, no. 3]:
 
-    swirl_index            |A|^2 / |J|^2
-    swirl_index_tangent    the same for P J P, P the projection onto the tangent space (after a LayerNorm P also removes
-                           the mean over coordinates; the sphere is then S^(d-2))
-    swirl_index_weighted   the same for C^(1/2) J C^(1/2), C the covariance of the tokens of the prompt: directions
-                           count as much as tokens differ in them
+    antisymmetric_share           |A|^2 / |J|^2
+    antisymmetric_share_tangent   the same for P J P, P the projection onto the tangent space (after a LayerNorm P also
+                                  removes the mean over coordinates; the sphere is then S^(d-2))
+    antisymmetric_share_weighted  the same for C^(1/2) J C^(1/2), C the covariance of the tokens of the prompt:
+                                  directions count as much as tokens differ in them
 
 each in [0, 1], the mean over the tokens of a prompt; 0 for the gradient of a potential, 1 for a rotation.
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from helmscope.types import MlpTensors, ReplayContext, System
 
 LABELS = {
-    "swirl_index": "antisymmetric share of the MLP's Jacobian in R^d",
-    "swirl_index_tangent": "antisymmetric share of the MLP's Jacobian on the tangent space",
-    "swirl_index_weighted": "antisymmetric share of the MLP's Jacobian, weighted by the covariance of the tokens",
+    "antisymmetric_share": "antisymmetric share of the MLP's Jacobian in R^d",
+    "antisymmetric_share_tangent": "antisymmetric share of the MLP's Jacobian on the tangent space",
+    "antisymmetric_share_weighted": "antisymmetric share of the MLP's Jacobian, weighted by token covariance",
     "positive_trace_share": "share of tokens at which the MLP's Jacobian has a trace above 0",
     "weighted_trace": "tr(J C), C the covariance of the tokens",
     "covariance_rank_limit": "largest possible rank of C: tokens minus one, or the dimension",
@@ -61,7 +61,7 @@ class MlpJacobian(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> shear = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), activation=Identity())
     >>> seen = integrate(shear, torch.eye(2), times=[0.0]).replay(MlpJacobian())["mlp_jacobian"]
-    >>> seen.swirl_index.item(), seen.swirl_index_tangent.item()
+    >>> seen.antisymmetric_share.item(), seen.antisymmetric_share_tangent.item()
     (0.5, nan)
     """
 
@@ -115,7 +115,7 @@ def mlp_jacobian(system: System) -> xr.Dataset:
     >>> from helmscope.fields.mlp import MLP
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
-    >>> mlp_jacobian(integrate(turn, torch.eye(3), times=[0.0])).swirl_index_weighted.item()
+    >>> mlp_jacobian(integrate(turn, torch.eye(3), times=[0.0])).antisymmetric_share_weighted.item()
     0.0
     """
     instrument = MlpJacobian()
@@ -231,9 +231,9 @@ def _summary(
     counted = int((weights > 0).sum())
     positive = (plain.trace > 0).to(weights)
     return {
-        "swirl_index": _mean(plain.antisymmetric_share, weights),
-        "swirl_index_tangent": _mean(tangent.antisymmetric_share, weights),
-        "swirl_index_weighted": _mean(weighted.antisymmetric_share, weights),
+        "antisymmetric_share": _mean(plain.antisymmetric_share, weights),
+        "antisymmetric_share_tangent": _mean(tangent.antisymmetric_share, weights),
+        "antisymmetric_share_weighted": _mean(weighted.antisymmetric_share, weights),
         "positive_trace_share": _mean(positive, weights),
         "weighted_trace": _mean(weighted.trace, weights),
         "covariance_rank_limit": weights.new_tensor(float(min(counted - 1, factor.shape[-1]))),

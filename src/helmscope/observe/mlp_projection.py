@@ -5,7 +5,7 @@ if gated psi(z) t and Psi(z), and all quadratics) to the tokens of one half of t
 is left on the other half is measured, both ways round, so that every prompt has one value [Helmholtz Transformer, no.
 3]:
 
-    swirl_bound = sum_t |f - grad U|^2 / sum_t |f|^2 over the tokens of a prompt  >=  the swirl share, in expectation.
+    swirl_share_bound = sum_t |f - grad U|^2 / sum_t |f|^2  >=  the swirl share, in expectation; tokens t of a prompt.
 
 The ridge is the one of ``RIDGES`` that predicts one quarter of the prompts best from another, both in the fitted half.
 
@@ -58,23 +58,23 @@ def mlp_projection(
     upper bound on the swirl share, one value per prompt: E|f - grad U|^2 / E|f|^2, with U fitted on the other half of
     the prompts.
 
-    At most ``tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_bound`` is the share with the whole
-    basis, ``swirl_bound_quadratic`` that with quadratic potentials alone. Both are NaN in a layer where the tokens of
-    half of the prompts do not span all dimensions (fewer than d + 1 distinct ones, d after a LayerNorm, or a covariance
-    of lower rank); the attribute ``undetermined`` then says so. Raises HelmscopeError for fewer than four prompts, and
-    for MLPs that are mixtures of experts. ``progress`` is called with the share of the layers done.
+    At most ``tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_share_bound`` is the share with the
+    whole basis, ``swirl_share_bound_quadratic`` that with quadratic potentials alone. Both are NaN in a layer where the
+    tokens of half of the prompts do not span all dimensions (fewer than d + 1 distinct ones, d after a LayerNorm, or a
+    covariance of lower rank); the attribute ``undetermined`` then says so. Raises HelmscopeError for fewer than four
+    prompts, and for MLPs that are mixtures of experts. ``progress`` is called with the share of the layers done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> x = torch.nn.functional.normalize(torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     >>> still = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
-    >>> bool(mlp_projection(integrate(still, x, times=[0.0])).swirl_bound.max() < 1e-2)
+    >>> bool(mlp_projection(integrate(still, x, times=[0.0])).swirl_share_bound.max() < 1e-2)
     True
     """
     instrument = _Samples(check_integer("tokens", tokens, at_least=8))
     measured = check_system(system).replay(instrument, progress=False)[instrument.name]
     kept = check_integer("neurons", neurons, at_least=1)
     axes = (instrument.plan.axis, instrument.plan.replicate)
-    columns: dict[str, list[np.ndarray]] = {"swirl_bound": [], "swirl_bound_quadratic": []}
+    columns: dict[str, list[np.ndarray]] = {"swirl_share_bound": [], "swirl_share_bound_quadratic": []}
     profiles, spans = set(), {}
     report = check_progress(progress)
     for done, layer in enumerate(instrument.plan.layers, 1):
@@ -90,7 +90,7 @@ def mlp_projection(
         report(done / len(instrument.plan.layers))
     measured = measured.drop_vars("sampled")
     for name, rows in columns.items():
-        basis = "neurons' and quadratic potentials" if name == "swirl_bound" else "quadratic potentials"
+        basis = "neurons' and quadratic potentials" if name == "swirl_share_bound" else "quadratic potentials"
         label = f"upper bound on the swirl share of the MLP: share of |f|^2 not explained by {basis}"
         measured[name] = (axes, np.stack(rows), {"long_name": label, "valid_min": 0.0})
     measured.attrs |= {"basis": f"psi, (r.x) h, quadratic; h: {', '.join(sorted(profiles))}", "neurons": kept}
@@ -167,9 +167,9 @@ def _undetermined(spans: dict[int, _Span]) -> str:
     worst = min(spans.values(), key=lambda span: span.rank)
     layers = f"layer{'' if len(spans) == 1 else 's'} {', '.join(map(str, spans))}"
     return (
-        f"swirl_bound and swirl_bound_quadratic are NaN in {layers}: the tokens of half of the prompts, of which "
-        f"{worst.tokens} are distinct, span {worst.rank} of {pluralized(worst.dimensions, 'dimension')}, but a fit "
-        "needs all of them: use more or longer prompts"
+        f"swirl_share_bound and swirl_share_bound_quadratic are NaN in {layers}: the tokens of half of the prompts, of "
+        f"which {worst.tokens} are distinct, span {worst.rank} of {pluralized(worst.dimensions, 'dimension')}, but a "
+        "fit needs all of them: use more or longer prompts"
     )
 
 
@@ -179,7 +179,7 @@ def _cross_validated(mlp: Any, prompts: list[tuple[Tensor, Tensor]], kept: int) 
     basis = GradientBasis.of(_strongest(mlp, prompts, kept), size)
     quarters = [list(range(k, len(prompts), 4)) for k in range(4)]  # halves are the even and the odd prompts
     data = [_Quarter.of(mlp, basis, [prompts[k] for k in quarter]) for quarter in quarters]
-    result = {name: np.full(len(prompts), np.nan) for name in ("swirl_bound", "swirl_bound_quadratic")}
+    result = {name: np.full(len(prompts), np.nan) for name in ("swirl_share_bound", "swirl_share_bound_quadratic")}
     for half in (0, 1):
         first, second = data[half], data[half + 2]
         errors = [
@@ -191,7 +191,7 @@ def _cross_validated(mlp: Any, prompts: list[tuple[Tensor, Tensor]], kept: int) 
             for ridge in RIDGES
         ]
         both = first.moments.plus(second.moments)
-        fits = {"swirl_bound": RIDGES[int(np.argmin(errors))], "swirl_bound_quadratic": None}
+        fits = {"swirl_share_bound": RIDGES[int(np.argmin(errors))], "swirl_share_bound_quadratic": None}
         for name, ridge in fits.items():
             fitted = fit_moments(basis, both, ridge, tolerance=TOLERANCE, iterations=ITERATIONS)
             for quarter in (1 - half, 3 - half):

@@ -175,10 +175,10 @@ def weights_refusal(system: System) -> str | None:
 class GateSparsity(Instrument):
     """Instrument: how many neurons are switched off at the tokens of each system, the mean over tokens.
 
-    ``gate_sparsity``: share of pre-activations v.x + c (of the gate, if gated) below ``threshold``. ``closed_share``:
-    share of neurons whose activation has a slope below ``slope``. ``silent_share``: share of neurons that are below the
-    threshold at every token. In a mixture of experts, those of the selected ones, by their routing weights
-    (``silent_share`` is then left out).
+    ``gate_sparsity``: share of pre-activations v.x + c (of the gate, if gated) below ``threshold``.
+    ``closed_gate_share``: share of neurons whose activation has a slope below ``slope``. ``silent_share``: share of
+    neurons that are below the threshold at every token. In a mixture of experts, those of the selected ones, by their
+    routing weights (``silent_share`` is then left out).
 
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), -torch.eye(2), times=[0.0])
@@ -205,7 +205,7 @@ class GateSparsity(Instrument):
             z = _pre_activations(force, x)
             below = z < self.threshold
             silent = (below | (weights <= 0).unsqueeze(-1)).all(1).to(x).mean(-1)
-            values = {"gate_sparsity": below, "closed_share": force.activation.slope(z) < self.slope}
+            values = {"gate_sparsity": below, "closed_gate_share": force.activation.slope(z) < self.slope}
             self.keep(context, {name: context.token_mean(v.to(x).mean(-1)) for name, v in values.items()})
             self.keep(context, {"silent_share": silent})
             return
@@ -219,7 +219,10 @@ class GateSparsity(Instrument):
             total = total + routed
         self.keep(
             context,
-            {"gate_sparsity": context.token_mean(below / total), "closed_share": context.token_mean(closed / total)},
+            {
+                "gate_sparsity": context.token_mean(below / total),
+                "closed_gate_share": context.token_mean(closed / total),
+            },
         )
 
     def result(self) -> xr.Dataset:
@@ -227,7 +230,7 @@ class GateSparsity(Instrument):
         measured = super().result()
         labels = {
             "gate_sparsity": f"share of pre-activations below {self.threshold:g}",
-            "closed_share": f"share of neurons whose slope is below {self.slope:g}",
+            "closed_gate_share": f"share of neurons whose slope is below {self.slope:g}",
             "silent_share": f"share of neurons below {self.threshold:g} at every token",
         }
         for name, value in measured.data_vars.items():

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from helmscope.types import AttentionTensors, ReplayContext, ReplayPlan, System
 
-BOUNDS = {"r_squared": SHARE, "r_squared_others": SHARE, "keys": AT_LEAST_0, "logit_spread": AT_LEAST_0}
+BOUNDS = {"r_squared": SHARE, "r_squared_without_self": SHARE, "keys": AT_LEAST_0, "logit_spread": AT_LEAST_0}
 NAMES = {
     "beta": "effective beta of a head on the unit sphere",
     "r_squared": "R^2 of a head's logits on inner products",
-    "beta_others": "effective beta of a head, the query's own token left out",
-    "r_squared_others": "R^2 of a head's logits on inner products, the query's own token left out",
+    "beta_without_self": "effective beta of a head, the query's own token left out",
+    "r_squared_without_self": "R^2 of a head's logits on inner products, the query's own token left out",
     "keys": "number of keys per query",
     "logit_spread": "root mean square deviation of a head's logits within rows",
 }
@@ -44,9 +44,10 @@ class EffectiveBeta(Instrument):
     """Instrument: the slope of each head's logits on inner products, in every layer (or at every time) and replicate.
 
     ``beta`` is the slope and ``r_squared`` its R^2, both with the query's own token among the keys, where the inner
-    product is 1; ``beta_others`` and ``r_squared_others`` leave it out. ``keys`` is the mean number of keys per query
-    that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or underflowed,
-    and the first visible key do not enter. Values are NaN where no row has two keys of different inner products.
+    product is 1; ``beta_without_self`` and ``r_squared_without_self`` leave it out. ``keys`` is the mean number of keys
+    per query that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or
+    underflowed, and the first visible key do not enter. Values are NaN where no row has two keys of different inner
+    products.
 
     ``logit_spread`` is the root mean square deviation of the logits within rows: how sharp the head is at all, of which
     R^2 is the share that beta explains. A head with Q = K = I reads beta = d / sqrt(d_head) [Helmholtz Transformer, no.
@@ -150,14 +151,14 @@ def _slopes(kernel: Tensor, x: Tensor, m: Tensor, usable: Tensor) -> dict[str, T
     logits = torch.log(torch.where(keys, weights, 1.0))
     others = keys & ~torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
     beta, r_squared = _slope_within_rows(logits, inner, keys, m)
-    beta_others, r_squared_others = _slope_within_rows(logits, inner, others, m)
+    beta_without_self, r_squared_without_self = _slope_within_rows(logits, inner, others, m)
     count = (m * keys.sum(-1)).sum(-1) / m.sum(-1)
     return {
         "logit_spread": _spread_within_rows(logits, keys, m),
         "beta": beta,
         "r_squared": r_squared,
-        "beta_others": beta_others,
-        "r_squared_others": r_squared_others,
+        "beta_without_self": beta_without_self,
+        "r_squared_without_self": r_squared_without_self,
         "keys": count,
     }
 

@@ -34,7 +34,7 @@ FIRST = {
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
     "free_energy_along_depth": ("free_energy", "free_energy_change", "predicted_free_energy", "entropy", "nu"),
     "map_entropy": ("entropy_change", "divergence"),
-    "effective_beta": ("beta_others", "r_squared_others"),
+    "effective_beta": ("beta_without_self", "r_squared_without_self"),
 }
 
 

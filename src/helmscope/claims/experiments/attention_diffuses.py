@@ -163,7 +163,9 @@ def _on_model(case: TrialCase) -> Finding:
     described["variance of the cloud after attention over that before"] = over_prompts(_growth(recording))
     data = curve(
         "diffusivity",
-        np.stack([measured[name].values for name in ("nu_sampling", "nu_random_values", "nu_context")], -1)[:, None],
+        np.stack([measured[name].values for name in ("nu_token_sampling", "nu_random_values", "nu_context")], -1)[
+            :, None
+        ],
         {"layer": [0], "mode": ["A: one sampled key", "B: random values", "C: over contexts"]},
         label="diffusivity nu, one value per group",
         log=True,
@@ -182,7 +184,7 @@ def _on_model(case: TrialCase) -> Finding:
         described=described,
         data=data,
         remark=f"The diffusivity over contexts is {means['nu_context']:.2g}, that of sampling one key "
-        f"{means['nu_sampling']:.2g} and that of random values {means['nu_random_values']:.2g}, with "
+        f"{means['nu_token_sampling']:.2g} and that of random values {means['nu_random_values']:.2g}, with "
         f"{means['effective_keys']:.1f} effective keys; {means['cross_head_share']:.0%} of the covariance is between "
         f"heads and {means['cross_token_share']:.0%} between keys; increments are {means['normal_distance']:.3f} from "
         f"normal on random directions, normal samples {means['normal_distance_null']:.3f}.",

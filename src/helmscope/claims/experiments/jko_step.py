@@ -84,7 +84,7 @@ def _simulated(case: TrialCase) -> Finding:
     names = [f"{kind}, tau = {tau:g}" for tau in taus for kind in KINDS]
     shares = {name: torch.empty(len(layers), len(names), dtype=torch.float64) for name in MINIMIZERS}
     for i, (layer, other) in enumerate(zip(layers, others, strict=True)):
-        found = [closed_shares(layer, other, tau, nu) for tau in taus]
+        found = [closed_gate_shares(layer, other, tau, nu) for tau in taus]
         for name in MINIMIZERS:
             shares[name][i] = torch.tensor([share for each in found for share in each[name]])
     columns = {name: EverySample(list(each.T), "starts", names) for name, each in shares.items()}
@@ -217,7 +217,7 @@ def random_layers(case: TrialCase, count: int) -> list[Layer]:
     return [Layer(Block(attention, mlp), start) for mlp, start in zip(mlps, starts, strict=True)]
 
 
-def closed_shares(layer: Layer, other: Layer, tau: float, nu: float) -> dict[str, list[float]]:
+def closed_gate_shares(layer: Layer, other: Layer, tau: float, nu: float) -> dict[str, list[float]]:
     """1 - W2(output, minimizer) / W2(input, minimizer), of the layer and of the flow, for every minimizer."""
     grid, noise = CircleGrid(degree=DEGREE), IsotropicNoise(nu)
     start = Density.from_function(grid, lambda x: harmonic_sum(layer.log_start, x).exp(), normalize=True)

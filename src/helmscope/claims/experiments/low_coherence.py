@@ -99,10 +99,10 @@ def _alignment_and_share(case: TrialCase, weights: xr.Dataset, shares: MlpShares
     """Alignment and conservative share over (layer, snapshot), and where they come from."""
     if case.subject.model == "A":
         history = ablated_training_history()
-        share = 1 - history.swirl_index.mean("prompt")
+        share = 1 - history.antisymmetric_share.mean("prompt")
         tables = [np.asarray(each.transpose("layer", "step").values) for each in (abs(history.alignment), share)]
         return tables[0], tables[1], f"{history.sizes['step']} snapshots of a sibling of A"
-    share_now = 1 - shares.shares("swirl_index").mean(1)
+    share_now = 1 - shares.shares("antisymmetric_share").mean(1)
     return _over_layers(weights.alignment_absolute)[:, None], share_now[:, None], "the layers of the trained model"
 
 
@@ -194,7 +194,7 @@ def _described(weights: xr.Dataset, aligned: np.ndarray, share: np.ndarray) -> d
 
 def _curves(weights: xr.Dataset, shares: MlpShares) -> xr.Dataset:
     """Conservative share by layer; the replicates are prompts."""
-    values = 1 - shares.shares("swirl_index")
+    values = 1 - shares.shares("antisymmetric_share")
     label = "conservative share of the MLP's Jacobian"
     return curve("conservative_share", values.T, {"layer": weights.layer.values.tolist()}, label=label, over="prompt")
 

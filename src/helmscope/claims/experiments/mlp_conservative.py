@@ -71,8 +71,8 @@ def mlp_conservative(case: TrialCase) -> Finding:
     }
     projected = _projected(recording, case)
     described, printed = _described(own, recording, projected)
-    shares = own.shares("swirl_index")
-    curves = {"of the model": shares, "weighted by tokens": own.shares("swirl_index_weighted")}
+    shares = own.shares("antisymmetric_share")
+    curves = {"of the model": shares, "weighted by tokens": own.shares("antisymmetric_share_weighted")}
     curves |= {"W_out permuted": permuted}
     data = curve(
         "share",
@@ -99,16 +99,16 @@ def _described(
     """What is reported and not judged, and the Measurement of the split."""
     split = recording.replay(DriftAndSwirl(tokens=None))["drift_and_swirl"]
     over = {
-        "share weighted by the covariance of the tokens": own.shares("swirl_index_weighted"),
-        "share on the tangent space": own.shares("swirl_index_tangent"),
+        "share weighted by the covariance of the tokens": own.shares("antisymmetric_share_weighted"),
+        "share on the tangent space": own.shares("antisymmetric_share_tangent"),
         "tokens with a positive trace": own.shares("positive_trace_share"),
     }
     name = "swirl_fraction_as_printed_unit_sphere"
     if name in split:
         over["|R|^2/|f|^2 as printed"] = split[name].transpose("layer", "prompt").values
     if projected is not None:
-        over["share that no fitted potential explains"] = projected.swirl_bound.values
-        over["share that no quadratic potential explains"] = projected.swirl_bound_quadratic.values
+        over["share that no fitted potential explains"] = projected.swirl_share_bound.values
+        over["share that no quadratic potential explains"] = projected.swirl_share_bound_quadratic.values
     return {
         f"{label}, mean over layers": Replicates(values.mean(0), "prompts") for label, values in over.items()
     }, split
@@ -163,11 +163,11 @@ def _over_layers(recording: Recording, share: Any) -> np.ndarray:
 def _twins(case: TrialCase, prompts: tuple[Any, ...]) -> np.ndarray:
     """The shares of untrained twins over (twin, layer), the mean over a few prompts."""
     recordings = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts[:TWIN_PROMPTS])
-    return np.stack([MlpShares.of(each).shares("swirl_index").mean(1) for each in recordings])
+    return np.stack([MlpShares.of(each).shares("antisymmetric_share").mean(1) for each in recordings])
 
 
 def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray, projected: xr.Dataset | None) -> str:
-    share, weighted = (own.shares(name).mean(1) for name in ("swirl_index", "swirl_index_weighted"))
+    share, weighted = (own.shares(name).mean(1) for name in ("antisymmetric_share", "antisymmetric_share_weighted"))
     sentences = [
         f"The share runs from {share.min():.3f} in layer {share.argmin()} to {share.max():.3f} in layer "
         f"{share.argmax()}; weighted by the covariance of the tokens, from {weighted.min():.3f} to "
@@ -181,7 +181,9 @@ def _remark(own: MlpShares, split: xr.Dataset, twins: np.ndarray, projected: xr.
             f"{printed.max():.2f}, which is not a fraction."
         )
     if projected is not None:
-        bound, quadratic = (projected[name].mean("prompt").values for name in ("swirl_bound", "swirl_bound_quadratic"))
+        bound, quadratic = (
+            projected[name].mean("prompt").values for name in ("swirl_share_bound", "swirl_share_bound_quadratic")
+        )
         sentences.append(
             f"Of |f|^2 on other prompts a fitted potential leaves {bound.min():.2f} to {bound.max():.2f} unexplained, "
             f"a quadratic one {quadratic.min():.2f} to {quadratic.max():.2f}: upper bounds on the swirl at tokens "

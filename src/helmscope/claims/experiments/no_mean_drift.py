@@ -13,7 +13,7 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.observe.attention_drift import AttentionDrift
-from helmscope.observe.balance import KernelBalance, balanced_kernel
+from helmscope.observe.bistochasticity import Bistochasticity, balanced_kernel
 from helmscope.observe.kernel import KernelStatistics
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
     measured = trial.recording.replay(drift, statistics, uniform)
     few = case.subject.recording_of(trial.prompts[: case.count(2 * BALANCED_PROMPTS, quick=BALANCED_PROMPTS)])
     tolerance = case.constant("sinkhorn_tolerance")
-    balance = KernelBalance(tolerance=tolerance)
+    balance = Bistochasticity(tolerance=tolerance)
     balanced = RatioOfKernel("balanced", lambda p, visible: balanced_kernel(p, visible=visible, tolerance=tolerance))
     described = few.replay(balance, balanced)
     ratio = measured[drift.name].total_drift_ratio
@@ -92,7 +92,7 @@ def _uniform(weights: Tensor, visible: Tensor | None) -> Tensor:
 
 def _causal(case: TrialCase, trial: AttentionTrial) -> Finding:
     """Why a causal model has no such kernel, with its column sums beside those of the causal-uniform kernel."""
-    statistics, balance, drift = KernelStatistics(), KernelBalance(), AttentionDrift()
+    statistics, balance, drift = KernelStatistics(), Bistochasticity(), AttentionDrift()
     measured = trial.recording.replay(statistics, balance, drift)
     columns: xr.DataArray = measured[statistics.name].column_sum_deviation_rms.mean("head")
     yardstick = measured[balance.name].column_sum_deviation_causal_uniform.mean("layer")

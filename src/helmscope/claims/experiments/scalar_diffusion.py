@@ -57,7 +57,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no anisotropy"),
         },
         described={
-            "nu = tr(T Sigma T) / d_t": over_prompts(noise.total_nu.mean("layer").values),
+            "nu = tr(T Sigma T) / d_t": over_prompts(noise.total_nu_token_sampling.mean("layer").values),
             "nu = tr Sigma / d as printed": over_prompts(noise.total_nu_as_printed.mean("layer").values),
         },
         data=curve(
@@ -68,7 +68,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=f"The effective share runs {layer_means(found.effective_share)}, that of random covariances of as many "
-        f"heads and keys is {random.mean():.2f}; nu runs {layer_means(noise.total_nu)}, as printed "
+        f"heads and keys is {random.mean():.2f}; nu runs {layer_means(noise.total_nu_token_sampling)}, as printed "
         f"{layer_means(noise.total_nu_as_printed)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )

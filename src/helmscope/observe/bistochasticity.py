@@ -116,7 +116,7 @@ def is_causal(
     return (later.sum(-1) == 0).all(-1)
 
 
-class KernelBalance(Instrument):
+class Bistochasticity(Instrument):
     """Instrument: the divergence of attention from the Sinkhorn-balanced kernel, in every layer and head, averaged over
     the tokens of a prompt.
 
@@ -129,11 +129,11 @@ class KernelBalance(Instrument):
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0])
-    >>> run.replay(KernelBalance())["kernel_balance"].divergence.values.round(9).tolist()
+    >>> run.replay(Bistochasticity())["bistochasticity"].divergence.values.round(9).tolist()
     [[0.0, 0.0]]
     """
 
-    name = "kernel_balance"
+    name = "bistochasticity"
     needs = Needs.KERNEL
 
     def __init__(self, *, tolerance: float = 1e-9, max_sweeps: int = 100) -> None:
@@ -168,14 +168,14 @@ class KernelBalance(Instrument):
         return described(with_bounds(super().result(), dict.fromkeys(NAMES, AT_LEAST_0)), NAMES)
 
 
-def kernel_balance(system: System, *, tolerance: float = 1e-9) -> xr.Dataset:
-    """The divergence of attention from the balanced kernel, with replicates: ``KernelBalance`` by one replay.
+def bistochasticity(system: System, *, tolerance: float = 1e-9) -> xr.Dataset:
+    """The divergence of attention from the balanced kernel, with replicates: ``Bistochasticity`` by one replay.
 
     >>> from helmscope import record
-    >>> bool(kernel_balance(record("A", ["Once upon a time"])).divergence.isnull().all())  # causal
+    >>> bool(bistochasticity(record("A", ["Once upon a time"])).divergence.isnull().all())  # causal
     True
     """
-    instrument = KernelBalance(tolerance=tolerance)
+    instrument = Bistochasticity(tolerance=tolerance)
     return check_system(system).replay(instrument)[instrument.name]
 
 

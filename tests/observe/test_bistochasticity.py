@@ -12,13 +12,13 @@ from helmscope.fields.attention import SA
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
-from helmscope.observe.balance import (
-    KernelBalance,
+from helmscope.observe.bistochasticity import (
+    Bistochasticity,
     balance_divergence,
     balanced_kernel,
+    bistochasticity,
     causal_uniform_column_sums,
     is_causal,
-    kernel_balance,
 )
 from helmscope.observe.kernel import kernel_statistics
 from helmscope.solve.integrate import integrate
@@ -76,8 +76,8 @@ def test_balanced_kernels_have_rows_and_columns_of_sum_1():
 def test_a_bistochastic_kernel_has_divergence_0():
     x = retract(torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0), dtype=F64))
     balanced = integrate(SinkhornAttention(beta=3.0), x, [0.0])
-    assert float(kernel_balance(balanced).divergence.max()) < 1e-10
-    assert float(kernel_balance(integrate(SA(beta=3.0), x, [0.0])).divergence.min()) > 1e-3
+    assert float(bistochasticity(balanced).divergence.max()) < 1e-10
+    assert float(bistochasticity(integrate(SA(beta=3.0), x, [0.0])).divergence.min()) > 1e-3
 
 
 def test_causal_kernels_have_no_balanced_form():
@@ -87,7 +87,7 @@ def test_causal_kernels_have_no_balanced_form():
     assert not bool(is_causal(rows(5)))
     assert balanced_kernel(causal).isnan().all()
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=6))
-    measured = kernel_balance(recording)
+    measured = bistochasticity(recording)
     assert bool(measured.divergence.isnull().all())
     yardstick = (causal_uniform_column_sums(6) - 1).square().mean().sqrt()
     np.testing.assert_allclose(measured.column_sum_deviation_causal_uniform.values, float(yardstick), rtol=1e-14)
@@ -114,11 +114,11 @@ def test_what_did_not_converge_is_nan():
 @pytest.mark.parametrize("family", ["bert"])
 def test_padding_and_chunks_change_nothing(family):
     model = tiny_model(family, dtype=F64)
-    together = kernel_balance(record(model, PADDED))
-    small = kernel_balance(record(model, PADDED, batch_size=1))
+    together = bistochasticity(record(model, PADDED))
+    small = bistochasticity(record(model, PADDED, batch_size=1))
     np.testing.assert_allclose(small.divergence.values, together.divergence.values, atol=1e-10)
     for row, mask in enumerate(PADDED["attention_mask"]):
-        alone = kernel_balance(record(model, PADDED["input_ids"][row : row + 1, : int(mask.sum())]))
+        alone = bistochasticity(record(model, PADDED["input_ids"][row : row + 1, : int(mask.sum())]))
         np.testing.assert_allclose(
             alone.divergence.values[:, 0], together.divergence.values[:, row], rtol=1e-5, atol=1e-8
         )
@@ -130,4 +130,4 @@ def test_padding_and_chunks_change_nothing(family):
 @pytest.mark.parametrize(("name", "value"), [("tolerance", 0.0), ("max_sweeps", 0)])
 def test_arguments_are_checked(name, value):
     with pytest.raises(HelmscopeError, match=name):
-        KernelBalance(**{name: value})
+        Bistochasticity(**{name: value})
