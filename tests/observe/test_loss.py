@@ -13,7 +13,7 @@ import xarray as xr
 import helmscope as hs
 from helmscope.models.record import record
 from helmscope.models.runner import Runner
-from helmscope.observe import loss as module
+from helmscope.observe import scoring as module
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, letters, pair_inputs, tiny_model
 
@@ -397,9 +397,9 @@ def test_what_names_no_layers_is_refused(layers, says):
 def test_a_loss_is_never_negative_and_knows_its_unit_and_its_model():
     """Two prompts of very different loss: the plain interval of their mean would begin below 0."""
     recording = record(tiny_model("gpt2"), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    for measured in (hs.next_token_loss(recording), module.head_ablation_loss(recording)):
+    for measured in (hs.next_token_loss(recording), hs.observe.head_ablation_loss(recording)):
         assert (measured.loss.attrs["units"], measured.attrs["model"]) == ("nats", recording.origin.title)
         apart = measured.assign(loss=measured.loss * xr.DataArray([0.01, 1.0], dims="prompt"))
         apart.loss.attrs = measured.loss.attrs
         assert bool((hs.reduce_replicates(apart).loss_low == 0).all())
-    assert module.head_ablation_loss(recording).increase.attrs["units"] == "nats"
+    assert hs.observe.head_ablation_loss(recording).increase.attrs["units"] == "nats"

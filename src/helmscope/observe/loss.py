@@ -14,47 +14,32 @@ encoder reads. All of them are scored, the first one too: it is predicted from t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xarray as xr
 
 from helmscope.intervene.attention import AblateHead
 from helmscope.models.names import parse_head
-from helmscope.models.place import PutInput
-from helmscope.models.premise import Premise
-from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
-from helmscope.models.watch import AbstractEdit, Observer, Site
-from helmscope.observe.track import warn_of_short_texts
+from helmscope.models.watch import AbstractEdit
+from helmscope.observe.scoring import Scoring
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     check_progress,
     check_replicates,
-    identity_coordinates,
     short_repr,
-    type_with_article,
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
-
-    from helmscope.models.runner import Runner
-    from helmscope.models.texts import Batch
-    from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
 LOSS = {"long_name": "next-token loss", "units": "nats", "valid_min": 0.0}
 LOSS_UNDER_EDIT = {**LOSS, "long_name": "next-token loss under the edit"}
 BASELINE = {**LOSS, "long_name": "next-token loss without edits"}
 INCREASE = {"long_name": "increase of the next-token loss", "units": "nats"}
-LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
-LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 
 @shows_progress("next-token loss")
@@ -70,6 +55,7 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
     are float64, whereas transformers computes its loss in float32. Raises HelmscopeError for models that are not causal
     or have no head over a vocabulary. ``progress`` is called with the share of the texts done.
 
+    >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -82,7 +68,7 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
     >>> bool((ablated.loss != measured.loss).all())
     True
     """
-    scoring = _Scoring(recording)
+    scoring = Scoring(recording)
     losses = scoring.losses(check_progress(progress))
     data = {"loss": ("prompt", scoring.means(losses), LOSS), "loss_null": scoring.null}
     return _in_nats(xr.Dataset(data, scoring.coords, scoring.attributes))
@@ -97,6 +83,7 @@ def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.D
     token. The mean of a prompt by the weights of its tokens equals ``next_token_loss``, whose
     arguments and errors also apply here.
 
+    >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -105,7 +92,7 @@ def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.D
     >>> losses.label.values.tolist(), losses.notnull().values.tolist()
     ([['1', '2', '3', '4']], [[False, True, True, True]])
     """
-    scoring = _Scoring(recording)
+    scoring = Scoring(recording)
     losses = scoring.losses(check_progress(progress)).numpy()
     coords: dict[str, Any] = {"prompt": np.arange(len(losses)), "token": np.arange(losses.shape[1])}
     if scoring.tokens.tokens is not None:
@@ -128,9 +115,11 @@ def loss_under_edits(
     ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
     ``edits`` maps names to edits and must not be empty.
 
+    >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.intervene.states import Ablate
     >>> from helmscope.models.record import record
+    >>> from helmscope.models.watch import Site
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
@@ -144,7 +133,7 @@ def loss_under_edits(
             f"edits is {short_repr(edits)}, but it must be a mapping of names to edits, with at least one"
         )
     edit_lists = {str(name): tuple(edit) if isinstance(edit, Sequence) else (edit,) for name, edit in edits.items()}
-    scoring = _Scoring(recording)
+    scoring = Scoring(recording)
     means = scoring.means_under(list(edit_lists.values()), check_progress(progress))
     return _loss_and_increase(means, scoring, {"edit": list(edit_lists)}, "loss under edits")
 
@@ -170,6 +159,7 @@ def head_ablation_loss(
     their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where ``next_token_loss``
     does, and for a layer whose heads cannot be separated.
 
+    >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -180,7 +170,7 @@ def head_ablation_loss(
     >>> dict(head_ablation_loss(recording, heads="L1H0").increase.sizes)
     {'layer': 1, 'head': 1, 'prompt': 2}
     """
-    scoring = _Scoring(recording)
+    scoring = Scoring(recording)
     places = _heads_to_ablate(recording, layers, heads)
     edits = [(AblateHead(layer=layer, head=head),) for layer, head in places]
     baseline, *ablated = scoring.means_under(edits, check_progress(progress))
@@ -243,7 +233,7 @@ def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
     return numbers
 
 
-def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]], title: str) -> xr.Dataset:
+def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, list[Any]], title: str) -> xr.Dataset:
     """The Measurement of mean losses: ``means[0]`` without edits, ``means[1:]`` under the edits along ``axes``."""
     dims, shape = (*axes, "prompt"), (*map(len, axes.values()), means.shape[-1])
     data = {
@@ -262,124 +252,3 @@ def _in_nats(losses: xr.Dataset) -> xr.Dataset:
     for variable in losses.data_vars.values():
         variable.attrs["units"] = "nats"
     return check_replicates(losses)
-
-
-class _Scoring:
-    """Computes the losses of the ``tokens`` of a recording; ``weights`` (batch, n) holds the weight of each scored
-    token, which is predicted by the logits ``shift`` positions before it.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
-        self.runner, batch = recording.runner, recording.batch
-        self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
-        self.weights = _weights(recording, self.tokens, self.shift)
-        warn_of_short_texts("losses", (self.weights.sum(-1) == 0).tolist())
-        self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
-        self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
-        self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())
-        self.coords |= identity_coordinates("prompt", batch.identities)
-        self.attributes = {"model": recording.origin.title}
-        self._vocabulary = vocabulary_size(self.runner.model)
-
-    @property
-    def null(self) -> float:
-        """The loss of a uniform guess."""
-        return math.log(self._vocabulary)
-
-    def chunks(self) -> Iterator[slice]:
-        """Chunks of texts: as many as the runner allows, and fewer where their logits would take too much memory."""
-        texts, n = self.weights.shape
-        size = max(1, min(self.runner.batch_size, LOGITS_PER_FORWARD // (n * self._vocabulary)))
-        for begin in range(0, texts, size):
-            yield slice(begin, min(begin + size, texts))
-
-    def losses(self, progress: Progress) -> Float[Tensor, "batch n"]:
-        """The loss of every token, NaN where it is not scored."""
-        chunks = []
-        for rows in self.chunks():
-            chunks.append(self._token_losses(self.runner, rows))
-            progress(rows.stop / len(self.weights))
-        return torch.cat(chunks)
-
-    def means(self, losses: Float[Tensor, "rows n"], rows: slice = slice(None)) -> np.ndarray:
-        """The mean of each text by the weights of its tokens, NaN where no token is scored."""
-        weights = self.weights[rows]
-        total = torch.where(weights > 0, weights * losses, 0.0).sum(-1)
-        return (total / weights.sum(-1)).numpy()
-
-    def means_under(self, edit_lists: Sequence[tuple[AbstractEdit, ...]], progress: Progress) -> np.ndarray:
-        """Mean losses (1 + edit lists, batch): without edits, then under each list of edits."""
-        layers = len(self.runner.anatomy.layers)
-        for edits in edit_lists:
-            self.runner.under(*edits)  # raises for edits that do not fit the model, before anything is run
-        begins = [next((k for k in range(layers) if _acts(edits, k)), layers - 1) for edits in edit_lists]
-        means = np.empty((1 + len(edit_lists), len(self.weights)))
-        for rows in self.chunks():
-            inputs = _LayerInputs(begins)
-            means[0, rows] = self.means(self._token_losses(self.runner, rows, inputs), rows)
-            for k, (layer, edits) in enumerate(zip(begins, edit_lists, strict=True), start=1):
-                put = PutInput(layer, inputs.states[layer], rows)
-                means[k, rows] = self.means(self._token_losses(self.runner.under(put, *edits), rows), rows)
-                share = (k + 1) / len(means)
-                progress((rows.start + share * (rows.stop - rows.start)) / len(self.weights))
-        return means
-
-    def _token_losses(self, runner: Runner, rows: slice, *observers: Observer) -> Float[Tensor, "rows n"]:
-        """The losses of the tokens of some texts, computed for a few tokens at a time in float64."""
-        logits, ids = runner.outputs(*observers, rows=rows), self.ids[rows]
-        self._vocabulary = logits.shape[-1]
-        if int(ids.max()) >= self._vocabulary:
-            raise HelmscopeError(
-                f"texts contain the token id {int(ids.max())}, but the model predicts only tokens 0 to "
-                f"{self._vocabulary - 1}"
-            )
-        losses = torch.full(ids.shape, torch.nan, dtype=torch.float64, device="cpu")
-        for chunk in torch.split((self.weights[rows] > 0).nonzero(), max(1, LOGITS_PER_SUM // self._vocabulary)):
-            text, token = chunk.unbind(-1)
-            scores = logits[text.to(logits.device), token.to(logits.device) - self.shift].double()
-            target = scores.gather(-1, ids[text, token].to(scores.device).unsqueeze(-1)).squeeze(-1)
-            losses[text, token] = (torch.logsumexp(scores, -1) - target).cpu()
-        return losses
-
-
-def _weights(recording: Recording, tokens: Batch, shift: int) -> Float[Tensor, "batch n"]:
-    """The weight of each token as a prediction from ``shift`` positions before it; raises HelmscopeError for a model
-    that does not predict next tokens.
-    """
-    asker, model = "the loss of the next token", recording.origin.name
-    if tokens.ids_name not in tokens.inputs:
-        raise HelmscopeError(f"{asker} needs a language model, but {model} reads no token ids")
-    counted, visible = tokens.counted, tokens.visible
-    weights = torch.ones(tokens.inputs[tokens.ids_name].shape, dtype=torch.float64, device="cpu")
-    weights = weights if counted is None else counted.cpu().double()
-    weights = weights * (torch.arange(weights.shape[1], device="cpu") >= shift)
-    if visible is not None and shift:
-        weights[:, shift:] *= visible[:, :-shift].cpu()
-    if not bool(weights.any()):
-        raise HelmscopeError(f"{asker} needs a text with two or more tokens that count, but texts contains none")
-    recording.certificate.require("lens")
-    why = Premise(causal=True, head=True).unmet(recording.certificate, model, asker)
-    if why is not None:
-        raise HelmscopeError(why)
-    return weights
-
-
-def _acts(edits: Sequence[AbstractEdit], layer: int) -> bool:
-    return any(edit.acts(layer) for edit in edits)
-
-
-class _LayerInputs(Observer):
-    """Stores the inputs of some layers."""
-
-    sites = frozenset({Site.INPUT})
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = frozenset(layers)
-        self.states: dict[int, Tensor] = {}
-
-    def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """Stores a copy, since some model families add to a state in place later."""
-        if layer in self.layers:
-            self.states[layer] = value.clone()

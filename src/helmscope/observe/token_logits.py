@@ -18,7 +18,7 @@ from helmscope.models.place import PutState
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.tokenizer import encode
-from helmscope.observe.loss import LOGITS_PER_FORWARD
+from helmscope.observe.scoring import LOGITS_PER_FORWARD
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
