@@ -77,7 +77,7 @@ def test_a_by_hand():
             inner, logits = x @ x.T, query @ key.T / math.sqrt(size)
         rows = [(i, [(j, float(inner[i, j]), float(logits[i, j])) for j in range(1, i + 1)]) for i in range(n)]
         at = found.isel(layer=3, prompt=prompt, head=head)
-        for suffix, diagonal in (("", True), ("_others", False)):
+        for suffix, diagonal in (("", True), ("_without_self", False)):
             beta, r_squared = regression(rows, diagonal=diagonal)
             assert float(at[f"beta{suffix}"]) == pytest.approx(beta, rel=1e-9)
             assert float(at[f"r_squared{suffix}"]) == pytest.approx(r_squared, rel=1e-9)

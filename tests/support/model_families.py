@@ -43,6 +43,11 @@ FAMILIES = {
         WITH_HEAD | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "mixtral": (tf.MixtralForCausalLM, tf.MixtralConfig, GROUPED | EXPERTS),
+    "qwen3_moe": (
+        tf.Qwen3MoeForCausalLM,
+        tf.Qwen3MoeConfig,
+        WITH_HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
     "opt": (
         tf.OPTForCausalLM,
         tf.OPTConfig,

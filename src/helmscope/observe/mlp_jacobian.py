@@ -14,6 +14,10 @@ each in [0, 1], the mean over the tokens of a prompt; 0 for the gradient of a po
 How to read it. Independent random weights give 1/2 for each. A low weighted share with a high plain one: f is nearly a
 gradient within the cloud. ``positive_trace_share`` is the share of tokens with tr J > 0, and ``weighted_trace`` is
 tr(J C): below 0 the force pulls the tokens of the prompt together.
+In a mixture of experts J is that of the routed force with the routing weights p frozen, sum p_k J_k; NAME_with_router
+is the share with their derivative, sum p_k J_k + f_k (grad p_k)^T, while the selection of experts has none.
+``expert_NAME`` is the same for each expert alone, at the tokens that select it and by its routing weights, with C that
+of the prompt.
 How it fails. With fewer tokens than dimensions C has rank n - 1 (``covariance_rank_limit``): it does not see the other
 directions; identical tokens have C = 0 and no weighted share (NaN). J = 0 has no share (NaN at such tokens, which the
 mean leaves out).
@@ -49,12 +53,18 @@ LABELS = {
     "weighted_trace": "tr(J C), C the covariance of the tokens",
     "covariance_rank_limit": "largest possible rank of C: tokens minus one, or the dimension",
 }
+SHARES = tuple(name for name in LABELS if name.startswith("antisymmetric_share"))
+LABELS |= {f"{name}_with_router": f"{LABELS[name]}, with the derivative of the routing weights" for name in SHARES}
+EXPERT = tuple(name for name in LABELS if name != "covariance_rank_limit" and not name.endswith("_with_router"))
+LABELS |= {f"expert_{name}": f"{LABELS[name]}, by expert" for name in EXPERT}
+LABELS |= {"expert_weight": "mean routing weight of an expert"}
 
 
 class MlpJacobian(Instrument):
     """Instrument: the antisymmetric share |A|^2 / |J|^2 of the Jacobian J of each MLP, with A its antisymmetric part:
     of J itself, of P J P on the tangent space, and of C^{1/2} J C^{1/2}, weighted by the covariance C of the tokens of
-    each system. A mixture of experts is taken as routed, its weights frozen.
+    each system. A mixture of experts is taken as routed, its weights frozen; NAME_with_router includes their
+    derivative, and ``expert_NAME`` has the axis ``expert``: NaN for an expert that no token of a system selects.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.fields.mlp import MLP
@@ -80,13 +90,18 @@ class MlpJacobian(Instrument):
         centered = is_centered(tensors.norm)
         prepared = prepare(tensors.force, like=x)
         if isinstance(prepared, PreparedMixture):
-            rows = [_routed(prepared, cloud, w, centered) for cloud, w in zip(x, weights, strict=True)]
+            rows, experts = zip(
+                *(_routed(prepared, *each, centered) for each in zip(x, weights, strict=True)), strict=True
+            )
+            self.keep(
+                context, {name: torch.stack([row[name] for row in experts]) for name in experts[0]}, axes=("expert",)
+            )
         else:
             algebra, slopes = prepared.algebra, slopes_of(prepared.mlp, x)
             plain = algebra.invariants(slopes)
             inner = jacobian_algebra(prepared.mlp, like=x, centered=True) if centered else algebra
             tangent = inner.tangent_invariants(slopes, x)
-            rows = [
+            rows = tuple(
                 _summary(
                     (
                         _row(plain, k),
@@ -97,14 +112,16 @@ class MlpJacobian(Instrument):
                     _factor(x[k], weights[k]),
                 )
                 for k in range(len(x))
-            ]
-        self.keep(context, {name: torch.stack([row[name] for row in rows]) for name in LABELS})
+            )
+        self.keep(context, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
     def result(self) -> xr.Dataset:
         """The shares of every layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = LABELS[str(name)]
+        if "expert_weight" in measured:
+            measured.attrs["routing_weights"] = "frozen, except in variables whose names end in _with_router"
         measured.attrs["frame"] = "unit sphere: the norm's gain and bias folded into the weights"
         return with_bounds(measured, dict.fromkeys([n for n in LABELS if "share" in n or "swirl" in n], SHARE))
 
@@ -202,30 +219,75 @@ def _row(values: JacobianInvariants, k: int) -> JacobianInvariants:
 
 
 @full_precision
-def _routed(mixture: PreparedMixture, x: Tensor, weights: Tensor, centered: bool) -> dict[str, Tensor]:
-    """The quantities of one system under a mixture of experts, from its Jacobians."""
-    routed, factor, found = _routing(mixture, x), _factor(x, weights), []
+def _routed(
+    mixture: PreparedMixture, x: Tensor, weights: Tensor, centered: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The quantities of one system under a mixture of experts, as routed and by expert, from its Jacobians."""
+    routed, factor = _routing(mixture, x), _factor(x, weights)
     step = max(1, DENSE_ENTRIES // x.shape[-1] ** 2)
-    for i in range(0, len(x), step):
-        points = x[i : i + step]
-        jacobian = mixture.jacobian(points, {e: weight[i : i + step] for e, weight in routed.items()})
-        onto = tangent_projectors(points, centered=centered)
-        matrices = (jacobian, onto @ jacobian @ onto, factor @ jacobian @ factor.mT)
-        found.append([JacobianInvariants.of_matrices(each) for each in matrices])
-    joined = [
+    blocks = [slice(i, i + step) for i in range(0, len(x), step)]
+    found, whole = [], []
+    for block in blocks:
+        jacobian = mixture.jacobian(x[block], {e: weight[block] for e, weight in routed.items()})
+        found.append(_kinds(jacobian, x[block], factor, centered))
+        whole.append(_kinds(jacobian + _router_part(mixture, x[block]), x[block], factor, centered))
+    result = _summary(_joined(found), weights, factor)
+    with_router = _summary(_joined(whole), weights, factor)
+    result |= {f"{name}_with_router": with_router[name] for name in SHARES}
+    experts = {f"expert_{name}": x.new_full((len(mixture.experts),), torch.nan) for name in EXPERT}
+    experts["expert_weight"] = x.new_zeros(len(mixture.experts))
+    for expert, weight in routed.items():
+        experts["expert_weight"][expert] = (weights * weight).sum() / weights.sum()
+        active, prepared = (weight != 0) & (weights > 0), mixture.experts[expert]
+        if not bool(active.any()):
+            continue
+        points = x[active]
+        own = [
+            _kinds(prepared.algebra.matrices(slopes_of(prepared.mlp, points[block])), points[block], factor, centered)
+            for block in blocks
+            if block.start < len(points)
+        ]
+        for name, value in _summary(_joined(own), (weights * weight)[active], factor).items():
+            if name in EXPERT:
+                experts[f"expert_{name}"][expert] = value
+    return result, experts
+
+
+def _router_part(mixture: PreparedMixture, x: Tensor) -> Tensor:
+    """sum_k f_k (grad p_k)^T, what the derivative of the routing weights adds to the Jacobian."""
+    _, indices, gradients = mixture.mixture.select_with_gradients(x)
+    total = x.new_zeros(*x.shape, x.shape[-1])
+    for place in range(indices.shape[-1]):
+        for expert in sorted(set(indices[:, place].tolist())):
+            chosen = indices[:, place] == expert
+            force = mixture.experts[expert].mlp.ambient(x[chosen])
+            total[chosen] += force.unsqueeze(-1) * gradients[chosen, place].to(x).unsqueeze(-2)
+    return total
+
+
+Kinds = tuple[JacobianInvariants, JacobianInvariants, JacobianInvariants]
+
+
+@full_precision
+def _kinds(jacobian: Tensor, x: Tensor, factor: Tensor, centered: bool) -> Kinds:
+    """The invariants of J, P J P and C^(1/2) J C^(1/2) at points x."""
+    onto, of = tangent_projectors(x, centered=centered), JacobianInvariants.of_matrices
+    return of(jacobian), of(onto @ jacobian @ onto), of(factor @ jacobian @ factor.mT)
+
+
+def _joined(pieces: list[Kinds]) -> Kinds:
+    first, second, third = (
         JacobianInvariants(
-            torch.cat([piece[k].trace for piece in found]),
-            torch.cat([piece[k].trace_of_square for piece in found]),
-            torch.cat([piece[k].squared_norm for piece in found]),
+            torch.cat([piece[k].trace for piece in pieces]),
+            torch.cat([piece[k].trace_of_square for piece in pieces]),
+            torch.cat([piece[k].squared_norm for piece in pieces]),
         )
         for k in range(3)
-    ]
-    return _summary((joined[0], joined[1], joined[2]), weights, factor)
+    )
+    return first, second, third
 
 
-def _summary(
-    kinds: tuple[JacobianInvariants, JacobianInvariants, JacobianInvariants], weights: Tensor, factor: Tensor
-) -> dict[str, Tensor]:
+def _summary(kinds: Kinds, weights: Tensor, factor: Tensor) -> dict[str, Tensor]:
     """The means over the tokens of one system."""
     plain, tangent, weighted = kinds
     counted = int((weights > 0).sum())

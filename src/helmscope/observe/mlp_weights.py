@@ -31,7 +31,7 @@ from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.drift import DriftAndSwirl, unit_points
-from helmscope.observe.track import SHARE, check_system, token_weights, with_bounds
+from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, check_real, type_with_article
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ LABELS = {
     "neuron_alignment": "cos of what a neuron reads and writes",
 }
 GAUSSIAN_DRAWS = 4
+SPARSITY = ("gate_sparsity", "closed_gate_share", "silent_share")
 
 
 @full_precision
@@ -177,8 +178,10 @@ class GateSparsity(Instrument):
 
     ``gate_sparsity``: share of pre-activations v.x + c (of the gate, if gated) below ``threshold``.
     ``closed_gate_share``: share of neurons whose activation has a slope below ``slope``. ``silent_share``: share of
-    neurons that are below the threshold at every token. In a mixture of experts, those of the selected ones, by their
-    routing weights (``silent_share`` is then left out).
+    neurons that are below the threshold at every token. In a mixture of experts, the means over the selected ones by
+    their routing weights (``silent_share`` is then left out), and by expert, along the axis ``expert``:
+    ``expert_gate_sparsity``, ``expert_closed_gate_share`` and ``expert_silent_share`` at the tokens that select it, the
+    first two by its routing weights (NaN if there are none), and ``expert_weight``, its mean routing weight.
 
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), -torch.eye(2), times=[0.0])
@@ -211,12 +214,22 @@ class GateSparsity(Instrument):
             return
         shares, indices = force.select(x)
         below, closed, total = (torch.zeros_like(x[..., 0]) for _ in range(3))
+        columns = {f"expert_{name}": x.new_full((len(x), len(force.experts)), torch.nan) for name in SPARSITY}
+        columns["expert_weight"] = x.new_zeros(len(x), len(force.experts))
         for index in sorted(set(indices.flatten().tolist())):
             expert, routed = force.experts[index], torch.where(indices == index, shares.to(x), 0.0).sum(-1)
             z = _pre_activations(expert, x)
-            below = below + routed * (z < self.threshold).to(x).mean(-1)
-            closed = closed + routed * (expert.activation.slope(z) < self.slope).to(x).mean(-1)
+            off, flat = z < self.threshold, expert.activation.slope(z) < self.slope
+            below = below + routed * off.to(x).mean(-1)
+            closed = closed + routed * flat.to(x).mean(-1)
             total = total + routed
+            both = weights * routed
+            reads = (both > 0).any(-1)
+            silent = (off | (both <= 0).unsqueeze(-1)).all(1).to(x).mean(-1)
+            columns["expert_gate_sparsity"][:, index] = token_mean(off.to(x).mean(-1), both)
+            columns["expert_closed_gate_share"][:, index] = token_mean(flat.to(x).mean(-1), both)
+            columns["expert_silent_share"][:, index] = torch.where(reads, silent, torch.nan)
+            columns["expert_weight"][:, index] = token_mean(routed, weights)
         self.keep(
             context,
             {
@@ -224,6 +237,7 @@ class GateSparsity(Instrument):
                 "closed_gate_share": context.token_mean(closed / total),
             },
         )
+        self.keep(context, columns, axes=("expert",))
 
     def result(self) -> xr.Dataset:
         """The shares of every layer and replicate."""
@@ -233,9 +247,11 @@ class GateSparsity(Instrument):
             "closed_gate_share": f"share of neurons whose slope is below {self.slope:g}",
             "silent_share": f"share of neurons below {self.threshold:g} at every token",
         }
+        labels |= {f"expert_{name}": f"{text}, by expert" for name, text in labels.items()}
+        labels["expert_weight"] = "mean routing weight of an expert"
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = labels[str(name)]
-        return with_bounds(measured, dict.fromkeys(labels, SHARE))
+        return with_bounds(measured, dict.fromkeys([name for name in labels if name != "expert_weight"], SHARE))
 
 
 def gate_sparsity(system: System, *, threshold: float = 0.0, slope: float = 0.1) -> xr.Dataset:
