@@ -76,7 +76,7 @@ def gradient_shape(
     counted, done = recording.batch.counted, 0
     for rows in scoring.chunks():
         inputs = _inputs(scoring, rows)
-        weights = torch.ones(scoring.weights[rows].shape) if counted is None else counted[rows].cpu()
+        weights = torch.ones(scoring.weights[rows].shape, device="cpu") if counted is None else counted[rows].cpu()
         for index in np.ndindex(found.shape[1:4]):
             layer, site, scale = chosen[index[0]], sites[index[1]], steps[index[2]]
             write, gradient = _write_and_gradient(scoring, rows, inputs[layer], layer, site, scale)
@@ -184,9 +184,12 @@ def _cosines(
             columns.append([np.nan] * (2 + DRAWS))
             continue
         share = weights[row, tokens].double() / weights[row, tokens].double().sum()
-        null = units[0].mean(0) @ (share[:, None] * units[1]).sum(0)
+        null = (units[0].mean(0) * (share[:, None] * units[1]).sum(0)).sum()
         draw = np.random.default_rng([seed, first + row])
-        orders = [torch.arange(len(tokens)), *(torch.from_numpy(draw.permutation(len(tokens))) for _ in range(DRAWS))]
+        orders = [
+            torch.arange(len(tokens), device="cpu"),
+            *(torch.from_numpy(draw.permutation(len(tokens))) for _ in range(DRAWS)),
+        ]
         own, *others = (float((share * (units[0][order] * units[1]).sum(-1)).sum()) for order in orders)
         columns.append([own, float(null), *others])
     return np.array(columns).T
