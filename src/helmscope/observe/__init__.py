@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.generator import step_order as step_order
     from helmscope.observe.generator_test import generator_test as generator_test
+    from helmscope.observe.gradient_shape import gradient_shape as gradient_shape
+    from helmscope.observe.gradient_shape import loss_gradient as loss_gradient
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
