@@ -23,8 +23,8 @@ import xarray as xr
 
 from helmscope.intervene.edit import Edit
 from helmscope.models.place import PutInput
-from helmscope.models.watch import Observer, Site
-from helmscope.observe.scoring import Scoring, token_losses
+from helmscope.models.watch import Site
+from helmscope.observe.scoring import LayerInputs, Scoring, token_losses
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_real, check_replicates, check_seed, short_repr
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
+    from helmscope.models.watch import AbstractEdit, EditContext
     from helmscope.types.progress import ProgressOption
 
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -56,8 +57,8 @@ def gradient_shape(
     ``cosine_null`` is its mean over all permutations of the writes over the tokens, and ``cosine_permuted``, along a
     further axis ``draw``, its value for two random ones. Tokens that do not count, that write nothing, or on which no
     scored token depends, such as the last one, have no cosine; a prompt without any has NaN. Takes one forward and
-    backward from the layer on for each half-step and scale. Raises HelmscopeError where ``next_token_loss`` does, and
-    for a layer out of range.
+    backward from the layer on for each half-step and scale, and for s = 1 a single one for all half-steps. Raises
+    HelmscopeError where ``next_token_loss`` does, and for a layer out of range.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -77,9 +78,15 @@ def gradient_shape(
     for rows in scoring.chunks():
         inputs = _inputs(scoring, rows)
         weights = torch.ones(scoring.weights[rows].shape, device="cpu") if counted is None else counted[rows].cpu()
+        # where no write is changed, one backward pass gives the gradients at all states
+        places = [(layer, site) for layer in chosen for site in sites]
+        unchanged = _writes_and_gradients(scoring, rows, places, 1.0) if 1.0 in steps else {}
         for index in np.ndindex(found.shape[1:4]):
             layer, site, scale = chosen[index[0]], sites[index[1]], steps[index[2]]
-            write, gradient = _write_and_gradient(scoring, rows, inputs[layer], layer, site, scale)
+            if scale == 1.0:
+                write, gradient = unchanged[layer, site]
+            else:
+                write, gradient = _write_and_gradient(scoring, rows, inputs[layer], layer, site, scale)
             found[(slice(None), *index, rows)] = _cosines(write, -gradient, weights, rows.start, seed)
             done += rows.stop - rows.start
             report(done / found[0].size)
@@ -131,7 +138,7 @@ def _writes(recording: Recording) -> tuple[Site, ...]:
 
 def _inputs(scoring: Scoring, rows: slice) -> dict[int, Tensor]:
     """The inputs of all layers, from a forward whose logits are checked to contain the tokens."""
-    inputs = _LayerInputs()
+    inputs = LayerInputs()
     scoring.logits(scoring.runner, rows, inputs)
     return inputs.states
 
@@ -139,28 +146,39 @@ def _inputs(scoring: Scoring, rows: slice) -> dict[int, Tensor]:
 def _write_and_gradient(
     scoring: Scoring, rows: slice, state: Tensor, layer: int, site: Site, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What the half-step writes, and the gradient of the summed loss at the state after it, with the write scaled.
+    """What one half-step writes, and the gradient of the summed loss at the state after it, with the write scaled."""
+    put = PutInput(layer, state, rows)
+    return _writes_and_gradients(scoring, rows, [(layer, site)], scale, put)[layer, site]
+
+
+def _writes_and_gradients(
+    scoring: Scoring, rows: slice, half_steps: Sequence[tuple[int, Site]], scale: float, *edits: AbstractEdit
+) -> dict[tuple[int, Site], tuple[Tensor, Tensor]]:
+    """What half-steps write, and the gradients of the summed loss at the states after them, with all of these writes
+    scaled.
 
     The gradient is that by a term of value 0 that is added to the write: also where a norm follows the sum, as in
     post-norm blocks, it is the gradient at the sum.
     """
-    kept: dict[str, Tensor] = {}
+    writes: dict[tuple[int, Site], Tensor] = {}
+    terms: dict[tuple[int, Site], Tensor] = {}
 
-    def scaled(write: Tensor) -> Tensor:
-        kept["write"] = write.detach().clone()
-        kept["term"] = torch.zeros_like(kept["write"]).requires_grad_()
-        return scale * kept["write"] + kept["term"]
+    def scaled(write: Tensor, context: EditContext) -> Tensor:
+        place = context.layer, context.site
+        writes[place] = write.detach().clone()
+        terms[place] = torch.zeros_like(writes[place]).requires_grad_()
+        return scale * write + terms[place]
 
-    runner = scoring.runner.under(PutInput(layer, state, rows), Edit(site, [layer], scaled))
+    scalings = [Edit(site, [layer], scaled) for layer, site in half_steps]
     with torch.enable_grad():
-        logits = runner.outputs(rows=rows, gradients=True)
+        logits = scoring.runner.under(*edits, *scalings).outputs(rows=rows, gradients=True)
         scored = (scoring.weights[rows] > 0).nonzero()
         text, token = scored.to(logits.device).unbind(-1)
         targets = scoring.ids[rows][scored[:, 0], scored[:, 1]].to(logits.device)
-        weights = scoring.weights[rows][scored[:, 0], scored[:, 1]].to(logits.device)
-        loss = (weights * token_losses(logits[text, token - scoring.shift].double(), targets)).sum()
-        (gradient,) = torch.autograd.grad(loss, kept["term"])
-    return kept["write"], gradient
+        weights = scoring.weights[rows][scored[:, 0], scored[:, 1]].to(logits)
+        loss = (weights * token_losses(logits[text, token - scoring.shift], targets)).sum()
+        gradients = torch.autograd.grad(loss, list(terms.values()))
+    return {place: (writes[place], gradient) for place, gradient in zip(terms, gradients, strict=True)}
 
 
 def _cosines(
@@ -193,16 +211,3 @@ def _cosines(
         own, *others = (float((share * (units[0][order] * units[1]).sum(-1)).sum()) for order in orders)
         columns.append([own, float(null), *others])
     return np.array(columns).T
-
-
-class _LayerInputs(Observer):
-    """Stores the inputs of all layers."""
-
-    sites = frozenset({Site.INPUT})
-
-    def __init__(self) -> None:
-        self.states: dict[int, Tensor] = {}
-
-    def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """Stores a copy, since some model families add to a state in place later."""
-        self.states[layer] = value.clone()

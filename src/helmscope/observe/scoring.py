@@ -91,7 +91,7 @@ class Scoring:
         begins = [next((k for k in range(layers) if _acts(edits, k)), layers - 1) for edits in edit_lists]
         chunks = []
         for rows in self.chunks():
-            inputs = _LayerInputs(begins)
+            inputs = LayerInputs(begins)
             plain = self.logits(self.runner, rows, inputs)
             means = [self.means(self.of_tokens(function, rows, plain, plain), rows)]
             for k, (layer, edits) in enumerate(zip(begins, edit_lists, strict=True), start=2):
@@ -163,16 +163,16 @@ def _acts(edits: Sequence[AbstractEdit], layer: int) -> bool:
     return any(edit.acts(layer) for edit in edits)
 
 
-class _LayerInputs(Observer):
-    """Stores the inputs of some layers."""
+class LayerInputs(Observer):
+    """Stores the inputs of some layers, by default of all."""
 
     sites = frozenset({Site.INPUT})
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = frozenset(layers)
+    def __init__(self, layers: Sequence[int] | None = None) -> None:
+        self.layers = None if layers is None else frozenset(layers)
         self.states: dict[int, Tensor] = {}
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Stores a copy, since some model families add to a state in place later."""
-        if layer in self.layers:
+        if self.layers is None or layer in self.layers:
             self.states[layer] = value.clone()
