@@ -180,6 +180,17 @@ def test_matched_noise_does_not_depend_on_the_batch_size():
     assert (kernels[0] - recording.kernel(layer=1)).abs().max() > 1e-2
 
 
+def test_padding_does_not_count_in_the_size_of_centred_keys():
+    model, ids = sharp("gpt2"), inputs_of("gpt2")
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    padded = MatchedQueryNoise.of(record(model, {"input_ids": ids, "attention_mask": mask}), relative=0.1).sigma
+    alone = MatchedQueryNoise.of(record(model, ids[1:2, :8]), relative=0.1).sigma
+    counted = MatchedQueryNoise.of(record(model, ids), relative=0.1).sigma
+    assert (padded[:, 1, :, :8] - alone[:, 0]).abs().max() < 1e-5 * alone.max()
+    assert (counted[:, 1, :, :8] - alone[:, 0]).abs().max() > 1e-2 * alone.max()
+
+
 def test_refusals():
     recording = recorded("gpt2")
     with pytest.raises(HelmscopeError, match="factor is 0, but it must be a finite number > 0"):

@@ -50,10 +50,10 @@ def test_the_law_is_the_mean_divergence_of_noisy_rows(peaked, seed, size):
 
 
 def test_a_small_query_alone_does_not_make_query_noise_small():
-    # sigma beta |q| = 0.05, but one key is so long that logits move by about 0.35: the law is 7 % too low
+    # sigma beta |q| = 0.05, but one key is so long that logits move by about 0.6 relative to it: the law is 7 % too low
     q, k, weights = row(peaked=True, seed=3)
     sigma = float(0.05 / (BETA * q.norm()))
-    assert sigma * BETA * float((k - weights @ k).norm(dim=-1).max()) > 0.3
+    assert sigma * BETA * float((k - weights @ k).norm(dim=-1).max()) > 0.5
     of_keys, law_of_keys, of_query, law_of_query = both_ways(True, 3, sigma, sigma)
     assert law_of_keys == pytest.approx(of_keys, rel=0.03)
     assert law_of_query < 0.95 * of_query

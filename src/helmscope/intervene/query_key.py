@@ -147,8 +147,8 @@ class MatchedQueryNoise(SiteEdit):
 
         s_Q(i) = s_K |q_i| sqrt((1 - sum_j A_ij^2) / tr Cov_A(k)),
 
-    computed without edits by ``MatchedQueryNoise.of``; it is 0 where tr Cov_A(k) = 0, as at the first token of a causal
-    model. ``sigma`` holds it as (layer, batch, heads, n).
+    which ``MatchedQueryNoise.of`` computes from a recording without noise. It is 0 where tr Cov_A(k) = 0, as at the
+    first token of a causal model. ``sigma`` holds it as (layer, batch, heads, n).
 
     >>> from helmscope.models.record import record
     >>> noise = MatchedQueryNoise.of(record("A", ["Once upon a time"]), sigma=0.1)
@@ -193,18 +193,14 @@ class MatchedQueryNoise(SiteEdit):
             )
         name, size = ("sigma", sigma) if relative is None else ("relative", relative)
         size = check_real(name, size, at_least=0)
-        cls(layers, seed=seed).check_sites(recording.anatomy)
+        SiteEdit.check(cls(layers, seed=seed), recording.anatomy)  # that of this class needs the sizes
         observer = _MatchedSizes(len(recording.anatomy.layers), size, of_centered=relative is not None)
         recording.runner.forward(observer)
         return cls(layers, torch.stack([torch.cat(chunks) for chunks in observer.sizes]), seed)
 
-    def check_sites(self, anatomy: Anatomy) -> None:
-        """Raise ``HelmscopeError`` if the model lacks one of the layers, or its queries cannot be edited."""
-        super().check(anatomy)
-
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``HelmscopeError`` unless ``sigma`` has an entry for every layer, finite and >= 0."""
-        self.check_sites(anatomy)
+        super().check(anatomy)
         count = len(anatomy.layers)
         if not isinstance(self.sigma, torch.Tensor) or self.sigma.ndim != 4 or len(self.sigma) != count:
             shown = tuple(self.sigma.shape) if isinstance(self.sigma, torch.Tensor) else type_with_article(self.sigma)
@@ -228,6 +224,7 @@ class _MatchedSizes(Observer):
     """Observer that computes the standard deviations of ``MatchedQueryNoise`` in every layer."""
 
     sees_attention = True
+    needs_all_layers = True
 
     def __init__(self, layers: int, size: float, *, of_centered: bool) -> None:
         self.size, self.of_centered = size, of_centered
