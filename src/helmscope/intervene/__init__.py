@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from helmscope.intervene.change import edited as edited
     from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.intervene.edit import Edit as Edit
+    from helmscope.intervene.query_key import CenteredKeyNoise as CenteredKeyNoise
+    from helmscope.intervene.query_key import Gauge as Gauge
+    from helmscope.intervene.query_key import MatchedQueryNoise as MatchedQueryNoise
+    from helmscope.intervene.query_key import ShiftKeys as ShiftKeys
     from helmscope.intervene.states import Ablate as Ablate
     from helmscope.intervene.states import Add as Add
     from helmscope.intervene.states import Patch as Patch

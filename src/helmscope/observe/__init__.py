@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from helmscope.observe.attention_divergence import attention_divergence as attention_divergence
     from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
     from helmscope.observe.attention_drift import attention_drift as attention_drift
+    from helmscope.observe.attention_kl import key_noise_kl as key_noise_kl
+    from helmscope.observe.attention_kl import query_noise_kl as query_noise_kl
     from helmscope.observe.attention_noise import AttentionNoise as AttentionNoise
     from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
     from helmscope.observe.attention_noise import attention_noise as attention_noise
