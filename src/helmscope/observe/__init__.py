@@ -145,6 +145,9 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import numerical_rank as numerical_rank
     from helmscope.observe.rank import participation_ratio as participation_ratio
     from helmscope.observe.rank import stable_rank as stable_rank
+    from helmscope.observe.sinks import AttentionSinks as AttentionSinks
+    from helmscope.observe.sinks import attention_sinks as attention_sinks
+    from helmscope.observe.sinks import sink_constancy as sink_constancy
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.track import track as track

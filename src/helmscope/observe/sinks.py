@@ -1,0 +1,225 @@
+"""Attention sinks: how much attention the first visible token receives, and whether its value is a constant.
+
+For query t, with weights A_tj of a head, values V_j, the first visible token s and lambda = A_ts,
+
+    sum_j A_tj V_j = (1 - lambda) V_ctx + lambda V_s,    V_ctx = sum_{j != s} A_tj V_j / (1 - lambda),
+
+an identity; V_ctx is undefined at lambda = 1. Weights are those of the kernel itself, not of normalized rows: where a
+model has a learned sink outside the tokens, rows sum to less than 1 and the rest is the missing mass.
+
+Under a causal mask the first token sees only itself, so prompts that begin with the same token have the same V_s: it
+is constant only by construction, and constancy must be tested on different first tokens. Values are coordinates inside
+a head: an invertible matrix can be moved between values and output projection without changing the model, so that
+norms and cosines of values, unlike weights, depend on the parametrization. Sources: [Additive transport], 9.2; the
+threshold 0.3 is that of Gu et al., When Attention Sink Emerges in Language Models, arXiv 2410.10781.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.recording import Recording
+from helmscope.observe.kernel import check_kernel, visible_tokens
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.types import HelmscopeError, Instrument, Needs
+from helmscope.types.arguments import check_integer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.types import AttentionTensors, ReplayContext, System
+
+SINK_THRESHOLD = 0.3
+NAMES = {
+    "sink_weight": "mean weight of the first token",
+    "sink_share": f"share of queries that give the first token more than {SINK_THRESHOLD}",
+    "is_sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
+    "row_mass": "mean row sum of the attention weights",
+    "missing_mass": "1 - row mass: the share of a learned sink outside the tokens",
+    "sink_value_norm_ratio": "mean |V_sink| / |V_ctx|",
+}
+BOUNDS = dict.fromkeys(("sink_share", "is_sink"), SHARE)
+BOUNDS |= dict.fromkeys(("sink_weight", "row_mass", "sink_value_norm_ratio"), AT_LEAST_0)
+CONSTANCY_NAMES = {
+    "cosine": "mean cosine of V_sink - mean value, over pairs of prompts",
+    "raw_cosine": "mean cosine of V_sink, over pairs of prompts",
+    "explained_share": "share of |V_sink - mean value|^2 that one constant vector explains",
+}
+
+
+class AttentionSinks(Instrument):
+    """Instrument: the attention to the first visible token in every layer (at every time of a simulation), by head.
+
+    ``sink_weight`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
+    ``is_sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
+    sink metric of Gu et al. ``row_mass`` is the mean row sum and ``missing_mass`` is 1 minus it.
+    ``sink_value_norm_ratio`` is the mean of |V_sink| / |V_ctx| over the queries where V_ctx is defined and not 0.
+
+    Queries are counted from the first visible token, those before ``first_query`` are left out, and the others count by
+    the weights of the trajectory; a prompt without any is NaN. The first token itself is left out by default, as under
+    a causal mask its weight on itself is 1. Where a sliding window hides the first token its weight is 0.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(4).expand(1, 4, 4), times=[0.0])
+    >>> measured = run.replay(AttentionSinks())["attention_sinks"]
+    >>> measured.sink_weight.item(), measured.sink_share.item()
+    (0.25, 0.0)
+    >>> round(measured.sink_value_norm_ratio.item(), 4)  # V_ctx is the mean of three orthogonal unit vectors
+    1.7321
+    """
+
+    name = "attention_sinks"
+    needs = Needs.KERNEL | Needs.QKV
+
+    def __init__(self, *, first_query: int = 1) -> None:
+        self.first_query = check_integer("first_query", first_query, at_least=0)
+
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        """Records the sinks of a layer."""
+        kernel, value, visible = _with_heads(context, tensors)
+        weights = token_weights(tensors.state, context.weights).to(kernel)
+        parts = [
+            _statistics(kernel[block], value[block], visible[block], weights[block], self.first_query)
+            for block in row_blocks(len(kernel), kernel[0].numel())
+        ]
+        values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if tensors.kernel is not None and tensors.kernel.ndim == 3:  # one simulated head
+            values = {name: each.squeeze(1) for name, each in values.items()}
+        self.keep(context, values, axes=("head",))
+
+    def result(self) -> xr.Dataset:
+        """The sinks of every head (if there are several), layer and replicate."""
+        measured = with_bounds(super().result(), BOUNDS)
+        for name in NAMES:
+            measured[name].attrs["long_name"] = NAMES[name]
+        return measured.assign_attrs(first_query=self.first_query, threshold=SINK_THRESHOLD)
+
+
+def attention_sinks(system: System, *, first_query: int = 1) -> xr.Dataset:
+    """The attention to the first visible token, with replicates: ``AttentionSinks`` by one replay.
+
+    Raises HelmscopeError for a system without attention, or whose attention is hidden.
+
+    >>> from helmscope import record
+    >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).sink_weight.dims
+    ('layer', 'prompt', 'head')
+    """
+    instrument = AttentionSinks(first_query=first_query)
+    return check_system(system).replay(instrument)[instrument.name]
+
+
+def sink_constancy(recording: System) -> xr.Dataset:
+    """Whether the value of the first visible token is the same in all prompts, for every layer and head.
+
+    ``raw_cosine`` is the mean cosine of V_sink over pairs of prompts. A bias of the values, or a mean that all tokens
+    share, makes it large without any sink; therefore ``cosine`` and ``explained_share`` are taken of
+    u_p = V_sink,p - m, with m the mean value over all visible tokens of all prompts, from which a bias cancels.
+    ``explained_share`` is the centered R^2 of one constant vector, 1 - sum_p |u_p - mean u|^2 / sum_p |u_p|^2, which is
+    about 1 / prompts for independent u_p. The dataset has no axis of prompts: all values are about their set.
+
+    Prompts that begin with the same token have the same V_sink under a causal mask, see the head of this module; the
+    attribute ``distinct_first_tokens`` of a recording of token ids says how many differ. Query heads that share their
+    values have equal results. Raises HelmscopeError for fewer than two prompts.
+
+    >>> from helmscope import record
+    >>> same = sink_constancy(record("A", ["Once upon a time", "Once there was a cat"]))
+    >>> same.raw_cosine.dims, same.attrs["distinct_first_tokens"], bool((same.raw_cosine > 1 - 1e-6).all())
+    (('layer', 'head'), 1, True)
+    """
+    instrument = _SinkValues()
+    measured = check_system(recording).replay(instrument)[instrument.name]
+    replicate = str(measured.visible.dims[1])
+    prompts = measured.sizes[replicate]
+    if prompts < 2:
+        raise HelmscopeError(f"recording has {prompts} {replicate}, but constancy over them needs at least 2")
+    mean = measured.total.sum(replicate) / measured.visible.sum(replicate)
+    raw, about = measured.sink, measured.sink - mean
+    lengths = (about**2).sum("component").sum(replicate)
+    explained = prompts * (about.mean(replicate) ** 2).sum("component") / lengths.where(lengths > 0)
+    values = {
+        "cosine": _mean_cosine(about, replicate),
+        "raw_cosine": _mean_cosine(raw, replicate),
+        "explained_share": explained,
+    }
+    for name, each in values.items():
+        each.attrs = {"long_name": CONSTANCY_NAMES[name]}
+    attributes = {"prompts": prompts}
+    if isinstance(recording, Recording) and recording.batch.ids_name in recording.batch.inputs:
+        attributes["distinct_first_tokens"] = len({ids[0] for ids in recording.batch.visible_ids})
+    return xr.Dataset(values, attrs=attributes)
+
+
+def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
+    """The mean cosine over pairs, (|sum of unit vectors|^2 - p) / (p (p - 1)); NaN where a vector is 0."""
+    lengths = (vectors**2).sum("component") ** 0.5
+    units = vectors / lengths.where(lengths > 0)
+    count = vectors.sizes[replicate]
+    square = (units.sum(replicate, skipna=False) ** 2).sum("component", skipna=False)
+    return (square - count) / (count * (count - 1))
+
+
+class _SinkValues(Instrument):
+    """Keeps the value of the first visible token, and the sum of the values of all visible tokens."""
+
+    name = "sink_values"
+    needs = Needs.KERNEL | Needs.QKV  # kernel and queries tell the number of heads
+
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        _, value, visible = _with_heads(context, tensors)
+        mask = visible.to(value)
+        total = torch.where(visible[:, None, :, None], value, 0.0).sum(-2)
+        self.keep(context, {"sink": _first_values(value, visible), "total": total}, axes=("head", "component"))
+        self.keep(context, {"visible": mask.sum(-1)})
+
+
+def _with_heads(context: ReplayContext, tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (rows, heads, n, n), values (rows, heads, n, s) and visible tokens (rows, n)."""
+    kernel, value = check_kernel(tensors.kernel), tensors.head_values
+    assert value is not None
+    if kernel.ndim == 3:
+        kernel, value = kernel.unsqueeze(1), value.unsqueeze(1)
+    return kernel, value.to(kernel), visible_tokens(kernel[:, 0], context.visible)
+
+
+def _first_values(value: Float[Tensor, "rows heads n s"], visible: Bool[Tensor, "rows n"]) -> Tensor:
+    """The value of the first visible token, (rows, heads, s)."""
+    first = visible.to(torch.int8).argmax(-1)
+    return value[torch.arange(len(value), device=value.device), :, first]
+
+
+@full_precision
+def _statistics(
+    kernel: Float[Tensor, "rows heads n n"],
+    value: Float[Tensor, "rows heads n s"],
+    visible: Bool[Tensor, "rows n"],
+    weights: Float[Tensor, "rows n"],
+    first_query: int,
+) -> dict[str, Tensor]:
+    """One value per system and head."""
+    first = visible.to(torch.int8).argmax(-1)
+    place = torch.arange(kernel.shape[-1], device=kernel.device)
+    counted = (weights * (place >= first.unsqueeze(-1) + first_query)).unsqueeze(1).expand(kernel.shape[:-1])
+    is_sink = (place == first.unsqueeze(-1))[:, None, None, :]
+    weight, mass = torch.where(is_sink, kernel, 0.0).sum(-1), kernel.sum(-1)
+    # without the sink's column, rather than the difference to the whole sum, which cancels where the sink is strong
+    others = torch.where(is_sink, 0.0, kernel) @ torch.where(visible[:, None, :, None], value, 0.0)
+    context_length = torch.linalg.vector_norm(others, dim=-1) / (1 - weight).abs()
+    defined = (weight != 1) & (context_length > 0)
+    sink_length = torch.linalg.vector_norm(_first_values(value, visible), dim=-1, keepdim=True)
+    ratio = sink_length / torch.where(defined, context_length, 1.0)
+    mean_weight, mean_mass = token_mean(weight, counted), token_mean(mass, counted)
+    above = torch.where(mean_weight.isnan(), torch.nan, (mean_weight > SINK_THRESHOLD).to(kernel))
+    return {
+        "sink_weight": mean_weight,
+        "sink_share": token_mean((weight > SINK_THRESHOLD).to(kernel), counted),
+        "is_sink": above,
+        "row_mass": mean_mass,
+        "missing_mass": 1 - mean_mass,
+        "sink_value_norm_ratio": token_mean(ratio, counted * defined),
+    }

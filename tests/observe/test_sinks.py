@@ -1,0 +1,178 @@
+"""Attention sinks against plain loops, closed forms and what a causal mask implies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.fields.attention import SA
+from helmscope.models.record import record
+from helmscope.observe.sinks import AttentionSinks, attention_sinks, sink_constancy
+from helmscope.solve.integrate import integrate
+from helmscope.types import HelmscopeError, Needs
+from support.model_families import inputs_of, tiny_model
+
+F64 = torch.float64
+SAME = torch.tensor([[5, 6, 7, 8], [5, 9, 3, 4], [5, 7, 7, 20]])
+DIFFERENT = torch.tensor([[5, 6, 7, 8], [11, 9, 3, 4], [30, 7, 7, 20]])
+PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12], [3, 4, 5, 6, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+}
+
+
+class Seen(hs.Instrument):
+    """Keeps the tensors of every layer."""
+
+    name = "seen"
+    needs = Needs.KERNEL | Needs.QKV
+
+    def __init__(self) -> None:
+        self.layers = []
+
+    def attention(self, context, tensors):
+        self.layers.append((tensors.kernel.numpy().copy(), tensors.value.numpy().copy()))
+        self.keep(context, {"length": tensors.radius.mean(-1)})
+
+
+def of_head(kernel, value, first_query):
+    """All quantities of one head of one prompt, by loops over queries and keys; checks the identity on the way."""
+    n, lambdas, masses, ratios = len(kernel), [], [], []
+    for t in range(first_query, n):
+        weight = kernel[t, 0]
+        lambdas.append(weight)
+        masses.append(sum(kernel[t, j] for j in range(n)))
+        if weight == 1:
+            continue
+        context = sum((kernel[t, j] * value[j] for j in range(1, n)), np.zeros(value.shape[1])) / (1 - weight)
+        whole = sum(kernel[t, j] * value[j] for j in range(n))
+        np.testing.assert_allclose((1 - weight) * context + weight * value[0], whole, rtol=0, atol=1e-12)
+        if context.any():  # 0 for the first query of a model with a learned sink, which sees no other token
+            ratios.append(np.sqrt((value[0] ** 2).sum()) / np.sqrt((context**2).sum()))
+    mean = sum(lambdas) / len(lambdas)
+    mass = sum(masses) / len(masses)
+    return {
+        "sink_weight": mean,
+        "sink_share": sum(weight > 0.3 for weight in lambdas) / len(lambdas),
+        "is_sink": float(mean > 0.3),
+        "row_mass": mass,
+        "missing_mass": 1 - mass,
+        "sink_value_norm_ratio": sum(ratios) / len(ratios),
+    }
+
+
+@pytest.mark.parametrize("first_query", [0, 1, 3])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss"])
+def test_models_agree_with_loops(family, first_query):
+    """Biased values, values shared by two query heads each, and rows that sum to less than 1."""
+    seen = Seen()
+    recording = record(tiny_model(family, dtype=F64), inputs_of(family, batch=2, n=6))
+    measured = recording.replay(seen, AttentionSinks(first_query=first_query))["attention_sinks"]
+    for layer, (kernel, value) in enumerate(seen.layers):
+        per_value = kernel.shape[1] // value.shape[1]
+        for prompt, head in np.ndindex(kernel.shape[:2]):
+            expected = of_head(kernel[prompt, head], value[prompt, head // per_value], first_query)
+            actual = measured.isel(layer=layer, prompt=prompt, head=head)
+            assert set(expected) == set(actual.data_vars)
+            for name, number in expected.items():
+                np.testing.assert_allclose(actual[name].item(), number, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_a_learned_sink_outside_the_tokens_is_missing_mass():
+    missing = {
+        family: attention_sinks(record(tiny_model(family, dtype=F64), inputs_of(family))).missing_mass
+        for family in ("gpt_oss", "llama")
+    }
+    assert float(missing["gpt_oss"].min()) > 0.01
+    assert float(abs(missing["llama"]).max()) < 1e-6
+
+
+def test_a_planted_sink():
+    """Weights (.7, .1, .1, .1) of every query: lambda = .7, and V_ctx is the mean of three orthogonal unit vectors."""
+    bias = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=F64).log().expand(4, 4)
+    measured = attention_sinks(integrate(SA(beta=0.0, bias=bias), torch.eye(4, dtype=F64), [0.0]))
+    assert measured.sink_weight.dims == ("time", "system")
+    assert measured.sink_weight.item() == pytest.approx(0.7, abs=1e-14)
+    assert (measured.sink_share.item(), measured.is_sink.item()) == (1.0, 1.0)
+    assert measured.sink_value_norm_ratio.item() == pytest.approx(3**0.5, abs=1e-13)
+
+
+def test_the_context_is_undefined_where_the_sink_has_all_weight():
+    recording = record(tiny_model("gpt2", dtype=F64), torch.tensor([[5], [6]]))
+    alone = attention_sinks(recording, first_query=0)
+    assert (alone.sink_weight == 1).all()
+    assert alone.sink_value_norm_ratio.isnull().all()
+    assert all(values.isnull().all() for values in attention_sinks(recording).data_vars.values())  # no query is left
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_padding_changes_nothing(family):
+    model = tiny_model(family, dtype=F64)
+    together = attention_sinks(record(model, PADDED))
+    for prompt, length in enumerate((3, 5, 4)):
+        alone = attention_sinks(record(model, PADDED["input_ids"][prompt : prompt + 1, :length]))
+        for name in together.data_vars:
+            np.testing.assert_allclose(together[name][:, prompt], alone[name][:, 0], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_shared_first_token_is_constant_by_construction(family):
+    model = tiny_model(family, dtype=F64)
+    same, different = (sink_constancy(record(model, ids)) for ids in (SAME, DIFFERENT))
+    assert (same.attrs["distinct_first_tokens"], different.attrs["distinct_first_tokens"]) == (1, 3)
+    for name in ("raw_cosine", "cosine", "explained_share"):
+        assert float(abs(same[name] - 1).max()) < 1e-6
+        assert float(different[name].max()) < 1 - 1e-3  # raw cosines of up to 0.998 come from the bias of the values
+    assert float(different.cosine.max()) < 0.9
+
+
+def test_constancy_agrees_with_loops():
+    seen, recording = Seen(), record(tiny_model("llama", dtype=F64), PADDED)
+    recording.replay(seen)
+    measured = sink_constancy(recording)
+
+    def cosine(a, b):
+        return (a @ b) / np.sqrt((a @ a) * (b @ b))
+
+    for layer, (kernel, value) in enumerate(seen.layers):
+        for head in range(kernel.shape[1]):
+            values = value[:, head // (kernel.shape[1] // value.shape[1])]
+            tokens = [values[p, j] for p, length in enumerate((3, 5, 4)) for j in range(length)]
+            raw = [values[p, 0] for p in range(3)]
+            about = [v - sum(tokens) / 12 for v in raw]
+            center = sum(about) / 3
+            left = sum(((u - center) ** 2).sum() for u in about) / sum((u**2).sum() for u in about)
+            pairs = [(0, 1), (0, 2), (1, 2)]
+            expected = {
+                "raw_cosine": sum(cosine(raw[p], raw[q]) for p, q in pairs) / 3,
+                "cosine": sum(cosine(about[p], about[q]) for p, q in pairs) / 3,
+                "explained_share": 1 - left,
+            }
+            for name, number in expected.items():
+                assert measured[name][layer, head].item() == pytest.approx(number, abs=1e-12), name
+
+
+def test_a_value_bias_makes_only_the_raw_cosine_large():
+    model = tiny_model("gpt2", dtype=F64)
+    before = sink_constancy(record(model, DIFFERENT)).isel(layer=0)
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.bias[-32:] += 30.0  # the bias of the values
+    after = sink_constancy(record(model, DIFFERENT)).isel(layer=0)
+    assert float(before.raw_cosine.max()) < 0.9
+    assert float(after.raw_cosine.min()) > 0.999
+    np.testing.assert_allclose(after.cosine, before.cosine, atol=1e-10)
+    np.testing.assert_allclose(after.explained_share, before.explained_share, atol=1e-10)
+
+
+def test_bad_input():
+    recording = record(tiny_model("gpt2"), SAME[:1])
+    with pytest.raises(HelmscopeError, match="first_query is -1, but it must be a whole number >= 0"):
+        attention_sinks(recording, first_query=-1)
+    with pytest.raises(HelmscopeError, match=r"first_query is 1\.5, but"):
+        AttentionSinks(first_query=1.5)
+    with pytest.raises(HelmscopeError, match="recording has 1 prompt, but constancy over them needs at least 2"):
+        sink_constancy(recording)
+    with pytest.raises(HelmscopeError, match="system is int, but it must be a System"):
+        attention_sinks(3)
