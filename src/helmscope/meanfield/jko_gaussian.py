@@ -100,18 +100,18 @@ class QuadraticSteps:
 
         tr((A - I) C' (A - I)) = tau^2 (tr(K C' K) - 2 nu tr K + nu^2 tr C'^{-1}).
         """
-        stretched, nu, vectors = self._stretched(tau), self.nu, self.vectors
-        root = (vectors / stretched.sqrt()) @ vectors.mT  # M^(-1/2)
-        excess, axes = torch.linalg.eigh(root @ old @ root)
+        stretched, nu = self._stretched(tau), self.nu
+        scale = stretched.rsqrt().unsqueeze(-1)  # M^(-1/2) along the eigenvectors of K, in whose coordinates all is
+        excess, axes = torch.linalg.eigh(scale * (self.vectors.mT @ old @ self.vectors) * scale.mT)
         excess = excess.clamp(min=0)  # S - 2 tau nu
         spread = (excess + 2 * tau * nu + (excess * (excess + 4 * tau * nu)).sqrt()) / 2
-        factor = root @ axes
+        factor = self.vectors @ (scale * axes)
         new = (factor * spread) @ factor.mT
         new = (new + new.mT) / 2
-        squared = ((vectors.mT @ factor).square() * self.values.square().unsqueeze(-1) * spread).sum()
+        squares = axes.square()
+        squared = (self.values.square() / stretched) @ squares @ spread
         if nu > 0:
-            inverse = ((vectors.mT @ axes).square() * stretched.unsqueeze(-1) / spread).sum()
-            squared = squared - 2 * nu * self.values.sum() + nu**2 * inverse
+            squared = squared - 2 * nu * self.values.sum() + nu**2 * (stretched @ (squares / spread)).sum()
         return new, float(tau**2 * squared.clamp(min=0))
 
     def _stretched(self, tau: float) -> Float[Tensor, " d"]:
