@@ -35,6 +35,16 @@ def test_the_gibbs_law_stays(tau: float) -> None:
     assert torch.allclose(step.gaussian.mean, CENTER, atol=1e-15)
 
 
+@pytest.mark.parametrize(("nu", "tau"), [(0.0, 0.05), (0.4, 0.05), (0.4, 3.0)])
+def test_the_distance_of_a_step(nu: float, tau: float) -> None:
+    """The traces of the optimal map against Dowson and Landau's formula, as is the distance between two laws."""
+    before = Gaussian(MEAN, COVARIANCE)
+    step = gaussian_jko_step(before, stiffness=STIFFNESS, nu=nu, tau=tau, center=CENTER)
+    slow = float(gaussian_w2(MEAN, COVARIANCE, step.gaussian.mean, step.gaussian.covariance))
+    assert step.distance == pytest.approx(slow, rel=1e-12)
+    assert before.w2(step.gaussian) == pytest.approx(slow, rel=1e-12)
+
+
 def test_slow_minimization() -> None:
     """F + W2^2 / (2 tau) over means and Cholesky factors; stiffness and covariance do not commute."""
     nu, tau = 0.4, 0.3

@@ -243,6 +243,18 @@ def test_the_measurement_of_a_small_model() -> None:
     assert hs.stats.reduce_replicates(measured).attrs["n"] == 5
 
 
+def test_the_step_of_the_whole_layer_alone() -> None:
+    recording = hs.record(small_model(), IDS)
+    alone, full = jko_layer(recording, whole_only=True), jko_layer(recording, components=2)
+    assert set(full.data_vars) - set(alone.data_vars) == {"share_projected", "share_mlp"}
+    assert alone.identical(full[list(alone.data_vars)].assign_attrs(left_out=alone.left_out))
+    quick = hs.measure(recording, only=["jko_layer"], quick=True)["jko_layer"]
+    assert quick.left_out.startswith("share_projected and share_mlp")
+    assert "left_out" not in full.attrs
+    with pytest.raises(hs.HelmscopeError, match="whole_only is 1, but it must be True or False"):
+        jko_layer(recording, whole_only=1)
+
+
 def test_a_layer_that_descends_its_energy_closes_the_gap_and_one_that_turns_does_not() -> None:
     """A block on the sphere with attention that writes nothing and a linear force -K x, or a rotation."""
     x = torch.nn.functional.normalize(random(12, 40, 3), dim=-1)

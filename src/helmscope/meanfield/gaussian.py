@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,6 @@ import torch
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.meanfield.entropy_rate import EntropyRate
 from helmscope.meanfield.free_energy import FreeEnergyRate
-from helmscope.transport.gaussian import gaussian_w2
 from helmscope.types import HelmscopeError, check_real, short_repr
 from helmscope.types.display import one_line_repr
 
@@ -43,8 +43,7 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         mean = check_vector("mean", self.mean, None)
-        covariance = check_semidefinite("covariance", self.covariance, len(mean))
-        least = float(torch.linalg.eigvalsh(covariance)[0])
+        covariance, least = _with_least("covariance", self.covariance, len(mean))
         if not least > 0:
             raise HelmscopeError(f"covariance has the eigenvalue {least:.6g}, but it must be positive definite")
         object.__setattr__(self, "mean", mean)
@@ -61,6 +60,14 @@ class Gaussian:
         logdet = float(torch.linalg.slogdet(self.covariance).logabsdet)
         return (self.dim * (1 + math.log(2 * math.pi)) + logdet) / 2
 
+    @cached_property
+    @full_precision
+    def _factor(self) -> Float[Tensor, "d d"]:
+        """F with F F^T = C, kept since distances to many laws need it."""
+        values, vectors = torch.linalg.eigh(self.covariance)
+        factor: Tensor = vectors * values.clamp(min=0).sqrt()
+        return factor
+
     def w2(self, other: Gaussian) -> float:
         """The Wasserstein distance to another Gaussian.
 
@@ -69,7 +76,20 @@ class Gaussian:
         """
         if not isinstance(other, Gaussian) or other.dim != self.dim:
             raise HelmscopeError(f"other is {short_repr(other)}, but it must be a Gaussian of dimension {self.dim}")
-        return float(gaussian_w2(self.mean, self.covariance, other.mean, other.covariance))
+        return self.w2_to(other.mean, other.covariance)
+
+    @full_precision
+    def w2_to(self, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]) -> float:
+        """The Wasserstein distance to the law of a mean and a covariance that are known to be valid: ``gaussian_w2``,
+        with the eigenvalues of F^T B F for those of A^{1/2} B A^{1/2}, where F F^T = A.
+
+        >>> Gaussian(torch.zeros(1), torch.eye(1)).w2_to(torch.zeros(1).double(), 4 * torch.eye(1).double())
+        1.0
+        """
+        cross = self._factor.mT @ covariance @ self._factor
+        roots = torch.linalg.eigvalsh((cross + cross.mT) / 2).clamp(min=0).sqrt()
+        traces = self.covariance.trace() + covariance.trace() - 2 * roots.sum()
+        return float((traces + (self.mean - mean).square().sum()).clamp(min=0).sqrt())
 
     def __repr__(self) -> str:
         return one_line_repr(
@@ -159,11 +179,7 @@ def check_symmetric(name: str, value: object, dim: int) -> Float[Tensor, "d d"]:
 
 def check_semidefinite(name: str, value: object, dim: int) -> Float[Tensor, "d d"]:
     """A symmetric positive semi-definite matrix; raises ``HelmscopeError`` otherwise."""
-    matrix = check_symmetric(name, value, dim)
-    values = torch.linalg.eigvalsh(matrix)
-    if not float(values[0]) >= -1e-12 * float(values.abs().amax()):
-        raise HelmscopeError(f"{name} has the eigenvalue {float(values[0]):.6g}, but it must have none below 0")
-    return matrix
+    return _with_least(name, value, dim)[0]
 
 
 def check_diffusion(value: object, dim: int) -> Float[Tensor, "d d"]:
@@ -172,6 +188,16 @@ def check_diffusion(value: object, dim: int) -> Float[Tensor, "d d"]:
         return check_semidefinite("diffusion", value, dim)
     nu = check_real("diffusion", value, at_least=0)
     return nu * torch.eye(dim, dtype=torch.float64, device="cpu")
+
+
+def _with_least(name: str, value: object, dim: int) -> tuple[Tensor, float]:
+    """A symmetric positive semi-definite matrix and its least eigenvalue, which rounding may put below 0."""
+    matrix = check_symmetric(name, value, dim)
+    values = torch.linalg.eigvalsh(matrix)
+    least = float(values[0])
+    if not least >= -1e-12 * float(values.abs().amax()):
+        raise HelmscopeError(f"{name} has the eigenvalue {least:.6g}, but it must have none below 0")
+    return matrix, least
 
 
 def _finite(name: str, value: Tensor) -> Tensor:

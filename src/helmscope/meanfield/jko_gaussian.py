@@ -12,6 +12,7 @@ the law e^{-V / nu}, for every tau.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,20 +59,68 @@ def gaussian_jko_step(
     """
     gaussian = check_gaussian("gaussian", gaussian)
     nu, tau = check_real("nu", nu, at_least=0), check_real("tau", tau, above=0)
-    m, old = gaussian.mean, gaussian.covariance
+    m = gaussian.mean
     c = torch.zeros_like(m) if center is None else check_vector("center", center, len(m))
-    matrix = tau * check_symmetric("stiffness", stiffness, len(m))
-    matrix = matrix + torch.eye(len(m), dtype=torch.float64, device="cpu")
-    values, vectors = torch.linalg.eigh(matrix)
-    if not bool((values > 0).all()):
-        raise HelmscopeError(
-            f"tau is {tau:g}, but with the eigenvalue {float(values.min() - 1) / tau:.3g} of stiffness it must be "
-            f"below {-tau / float(values.min() - 1):.3g}, or the step has no minimum"
-        )
-    root = (vectors / values.sqrt()) @ vectors.mT  # M^(-1/2)
-    excess, axes = torch.linalg.eigh(root @ old @ root)
-    excess = excess.clamp(min=0)  # S - 2 tau nu
-    spread = (excess + 2 * tau * nu + (excess * (excess + 4 * tau * nu)).sqrt()) / 2
-    new = root @ (axes * spread) @ axes.mT @ root
-    after = Gaussian(c + root @ (root @ (m - c)), (new + new.mT) / 2)
-    return GaussianStep(after, gaussian.w2(after))
+    steps = QuadraticSteps.of(check_symmetric("stiffness", stiffness, len(m)), nu)
+    covariance, squared = steps.covariance(gaussian.covariance, tau)
+    mean = c + steps.solved(m - c, tau)
+    distance = float(squared + (mean - m).square().sum()) ** 0.5
+    return GaussianStep(Gaussian(mean, covariance), distance)
+
+
+@dataclass(frozen=True, eq=False)
+class QuadraticSteps:
+    """Steps of any size for one energy nu Ent + int V: the eigenvalues and eigenvectors of the stiffness of V, which
+    all of them need, and ``nu``.
+
+    >>> steps = QuadraticSteps.of(torch.tensor([[1.5]]).double(), 0.4)
+    >>> steps.covariance(torch.tensor([[1.69]]).double(), 0.1)[0].sqrt()
+    tensor([[1.1604]], dtype=torch.float64)
+    """
+
+    values: Float[Tensor, " d"]
+    vectors: Float[Tensor, "d d"]
+    nu: float
+
+    @classmethod
+    @full_precision
+    def of(cls, stiffness: Float[Tensor, "d d"], nu: float) -> QuadraticSteps:
+        """The steps for a symmetric stiffness in float64."""
+        values, vectors = torch.linalg.eigh(stiffness)
+        return cls(values, vectors, nu)
+
+    @full_precision
+    def solved(self, vector: Float[Tensor, " d"], tau: float) -> Float[Tensor, " d"]:
+        """M^{-1} times a vector."""
+        return self.vectors @ ((self.vectors.mT @ vector) / self._stretched(tau))
+
+    @full_precision
+    def covariance(self, old: Float[Tensor, "d d"], tau: float) -> tuple[Float[Tensor, "d d"], float]:
+        """C' after a step from the covariance ``old``, and the squared W2 between laws of the same mean with both,
+
+        tr((A - I) C' (A - I)) = tau^2 (tr(K C' K) - 2 nu tr K + nu^2 tr C'^{-1}).
+        """
+        stretched, nu = self._stretched(tau), self.nu
+        scale = stretched.rsqrt().unsqueeze(-1)  # M^(-1/2) along the eigenvectors of K, in whose coordinates all is
+        excess, axes = torch.linalg.eigh(scale * (self.vectors.mT @ old @ self.vectors) * scale.mT)
+        excess = excess.clamp(min=0)  # S - 2 tau nu
+        spread = (excess + 2 * tau * nu + (excess * (excess + 4 * tau * nu)).sqrt()) / 2
+        factor = self.vectors @ (scale * axes)
+        new = (factor * spread) @ factor.mT
+        new = (new + new.mT) / 2
+        squares = axes.square()
+        squared = (self.values.square() / stretched) @ squares @ spread
+        if nu > 0:
+            squared = squared - 2 * nu * self.values.sum() + nu**2 * (stretched @ (squares / spread)).sum()
+        return new, float(tau**2 * squared.clamp(min=0))
+
+    def _stretched(self, tau: float) -> Float[Tensor, " d"]:
+        """The eigenvalues of M; raises ``HelmscopeError`` unless all are above 0."""
+        stretched = 1 + tau * self.values
+        if not bool((stretched > 0).all()):
+            least = float(self.values.min())
+            raise HelmscopeError(
+                f"tau is {tau:g}, but with the eigenvalue {least:.3g} of stiffness it must be below {-1 / least:.3g}, "
+                "or the step has no minimum"
+            )
+        return stretched

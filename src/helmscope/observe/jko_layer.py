@@ -25,7 +25,8 @@ How it fails. A share above 0 in many dimensions can come from the means alone; 
 law that is far from a normal one has moments that say little. V is that of the MLP at the tokens: beyond it the
 quadratic form is an extrapolation. NaN where V and nu vanish, so that there is no gap. Fewer than four prompts are
 refused; of tokens that span few directions, as few are used.
-Cost. One replay, and about 60 eigendecompositions of d x d matrices for every layer and 6 for every prompt.
+Cost. One replay, and for every layer about 80 eigendecompositions of d x d matrices, and 13 for every prompt; half of
+them with ``whole_only``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import check_system
 from helmscope.runs.bar import shows_progress
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, check_integer, check_progress, check_replicates, identity_coordinates
+from helmscope.types import (
+    HelmscopeError,
+    check_integer,
+    check_progress,
+    check_replicates,
+    identity_coordinates,
+    short_repr,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,12 +77,18 @@ NAMES = {
 
 @shows_progress("comparing layers with JKO steps")
 def jko_layer(
-    system: System, *, components: int = COMPONENTS, seed: int = 0, progress: ProgressOption = None
+    system: System,
+    *,
+    components: int = COMPONENTS,
+    whole_only: bool = False,
+    seed: int = 0,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The share of the gap to the JKO minimizer that each layer closes, over (layer, prompt), for the prompts on which
     V, nu and tau were not fitted; the coordinate ``prompt`` says which they are, and ``tau`` and ``nu`` are coordinates
     of the layers. The module's docstring defines the quantities; those of single prompts are pseudo-values, and only
-    their mean is a share. ``seed`` draws the halves.
+    their mean is a share. With ``whole_only`` the steps in leading axes and of the MLP alone are not fitted, as the
+    attribute ``left_out`` says. ``seed`` draws the halves.
 
     A layer of a simulation is the step from one stored time to the next. Raises HelmscopeError for fewer than four
     prompts, for a system without attention or MLP, and for clouds that span too few directions.
@@ -91,11 +105,16 @@ def jko_layer(
     """
     steps = LayerSteps.of(system, seed=seed)
     components = check_integer("components", components, at_least=1)
+    if not isinstance(whole_only, bool):
+        raise HelmscopeError(f"whole_only is {short_repr(whole_only)}, but it must be True or False")
     report, rows = check_progress(progress), []
     for done, layer in enumerate(steps.layers, 1):
-        rows.append(steps.measured(layer, components=components))
+        rows.append(steps.measured(layer, components=None if whole_only else components))
         report(done / len(steps.layers))
-    return steps.measurement(rows)
+    measured = steps.measurement(rows)
+    if whole_only:
+        measured.attrs["left_out"] = "share_projected and share_mlp: only the step of the whole layer was fitted"
+    return measured
 
 
 def jko_refusal(system: System) -> str | None:
@@ -186,17 +205,21 @@ class LayerSteps:
         """The share of the gap closed over all test prompts, without its jackknife."""
         return step.closed(*laws(self.clouds(layer).moments(step.axes, self.test).whole))
 
-    def measured(self, layer: int, *, components: int) -> dict[str, np.ndarray]:
-        """All quantities of a layer for the test prompts, and its tau."""
+    def measured(self, layer: int, *, components: int | None) -> dict[str, np.ndarray]:
+        """All quantities of a layer for the test prompts, and its tau; those of the whole layer alone if ``components``
+        is None.
+        """
         step = self.fitted(layer)
-        values = self.pseudo_values(layer, step)
+        values = self.pseudo_values(layer, step) | {"tau": np.array(step.tau)}
+        if components is None:
+            return values
         values["share_projected"] = self.shares(layer, self.fitted(layer, most=components))
         if self.depths[layer][2] is not None:
             pair = self.clouds(layer, mlp=True)
             axes = pair.axes(self.path.states.shape[-1], self.selection, self.test)
             alone = pair.fit(replace(self.energies[layer], nu=0.0), axes, self.selection)
             values["share_mlp"] = self.shares(layer, alone, mlp=True)
-        return values | {"tau": np.array(step.tau)}
+        return values
 
     def measurement(self, rows: list[dict[str, np.ndarray]]) -> xr.Dataset:
         """The Measurement of the values of all layers."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP, linear
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.meanfield.jko_gaussian import QuadraticSteps
 from helmscope.observe.drift import unit_points
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
 from helmscope.observe.track import token_mean, token_weights
@@ -48,6 +50,11 @@ class LayerEnergy:
     slope: Float[Tensor, " d"]
     at: Float[Tensor, " d"]
     nu: float
+
+    @cached_property
+    def steps(self) -> QuadraticSteps:
+        """JKO steps of any size for this energy; kept, since all sizes share the eigenvectors of the stiffness."""
+        return QuadraticSteps.of(self.stiffness, self.nu)
 
     @full_precision
     def slope_at(self, x: Float[Tensor, " d"]) -> Float[Tensor, " d"]:

@@ -169,11 +169,11 @@ def _map_entropy(system: System, *, quick: bool, seed: int, progress: ProgressOp
 
 
 def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return generator_test(system, seed=seed, progress=progress)
+    return generator_test(system, tokens=4 if quick else 16, seed=seed, progress=progress)
 
 
 def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return jko_layer(system, seed=seed, progress=progress)
+    return jko_layer(system, whole_only=quick, seed=seed, progress=progress)
 
 
 def _mobility(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:

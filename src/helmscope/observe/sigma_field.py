@@ -19,6 +19,7 @@ b = Sigma grad V near x if and only if n = 0 and J is symmetric [Helmholtz Trans
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,24 +50,24 @@ class SigmaField:
     slopes: Float[Tensor, "k d"]
     centered: bool = False
 
-    @property
+    @cached_property
     def onto(self) -> Float[Tensor, "d d"]:
         """T."""
         return tangent_projectors(self.x, centered=self.centered)
 
-    @property
+    @cached_property
     @full_precision
     def ambient(self) -> Float[Tensor, "d d"]:
         """Sigma without the projection."""
         return (self.weights.unsqueeze(-1) * self.deviations).mT @ self.deviations / 2
 
-    @property
+    @cached_property
     @full_precision
     def tangent(self) -> Float[Tensor, "d d"]:
         """S = T Sigma T."""
         return self.onto @ self.ambient @ self.onto
 
-    @property
+    @cached_property
     @full_precision
     def drift_slopes(self) -> Float[Tensor, "d d"]:
         """D_x of what attention writes, sum_j W_O v_j R_j^T = sum_j d_j R_j^T."""
