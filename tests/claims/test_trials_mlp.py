@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helmscope.claims.experiments import low_coherence
+from helmscope.claims.rank_correlation import rank_correlation
 from helmscope.claims.trial import try_claim
 from helmscope.models.subject import Subject
 from helmscope.types import Region, Ruling
@@ -112,8 +112,9 @@ def test_the_rank_correlation_is_that_of_scipy_with_its_jackknife() -> None:
         return math.atanh(np.mean([stats.spearmanr(first[kept, k], second[kept, k]).statistic for k in range(3)]))
 
     expected = [5 * z(list(range(5))) - 4 * z([m for m in range(5) if m != k]) for k in range(5)]
-    assert low_coherence._pseudo_values(first, second) == pytest.approx(expected, rel=1e-12)
-    interval = low_coherence._rank_correlation(first, second).weigh(Region(text="above 0", above=0.0)).interval
+    evidence = rank_correlation(first, second)
+    assert np.arctanh(evidence.values) == pytest.approx(expected, rel=1e-9)
+    interval = evidence.weigh(Region(text="above 0", above=0.0)).interval
     half = stats.t.ppf(0.975, 4) * np.std(expected, ddof=1) / math.sqrt(5)
     ends = [math.tanh(np.mean(expected) + sign * half) for sign in (-1, 0, 1)]
     assert [interval.low, interval.estimate, interval.high] == pytest.approx(ends, rel=1e-9)
@@ -125,7 +126,7 @@ def test_a_common_trend_over_training_is_not_a_correlation_of_layers() -> None:
     trend = np.linspace(0, 10, 16)
     first, second = (trend + draw.normal(size=(12, 16)) for _ in range(2))
     assert stats.spearmanr(first.ravel(), second.ravel()).statistic > 0.85
-    assessment = low_coherence._rank_correlation(first, second).weigh(Region(text="above 0", above=0.0))
+    assessment = rank_correlation(first, second).weigh(Region(text="above 0", above=0.0))
     assert assessment.ruling is Ruling.INCONCLUSIVE
     assert abs(assessment.interval.estimate) < 0.2
 

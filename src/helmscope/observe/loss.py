@@ -171,7 +171,7 @@ def head_ablation_loss(
     {'layer': 1, 'head': 1, 'prompt': 2}
     """
     scoring = Scoring(recording)
-    places = _heads_to_ablate(recording, layers, heads)
+    places = heads_to_ablate(recording, layers, heads)
     edits = [(AblateHead(layer=layer, head=head),) for layer, head in places]
     baseline, *ablated = scoring.means_under(edits, check_progress(progress))
     # layers in the order given, heads in their own
@@ -183,10 +183,10 @@ def head_ablation_loss(
     return _loss_and_increase(means, scoring, axes, "loss with one head ablated at a time")
 
 
-def _heads_to_ablate(recording: Recording, layers: object, heads: object) -> list[tuple[int, int]]:
+def heads_to_ablate(recording: Recording, layers: object, heads: object) -> list[tuple[int, int]]:
     """Layer and head of each head that is ablated: all heads of the layers, or those that are named."""
     if heads is None:
-        numbers = _layer_numbers(recording, layers)
+        numbers = layer_numbers(recording, layers)
         return [(layer, head) for layer in numbers for head in range(_head_count(recording, layer))]
     if layers is not None:
         raise HelmscopeError(
@@ -214,7 +214,7 @@ def _head_count(recording: Recording, layer: int) -> int:
     return count
 
 
-def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
+def layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
     """The numbers of one or several layers, given by number or name; None means all."""
     if layers is None:
         return recording.layers

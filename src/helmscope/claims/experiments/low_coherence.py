@@ -6,27 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
-from scipy import stats
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import MlpShares
 from helmscope.claims.prompts import choose_prompts
+from helmscope.claims.rank_correlation import mean_spearman, rank_correlation, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.bundled_models import ablated_training_history, is_bundled, training_history
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
-from helmscope.stats.scales import BoundedScale, FisherZScale
+from helmscope.stats.scales import BoundedScale
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
 PERMUTED = 100  # permutations of the shares over layers
-LARGEST, LARGEST_Z = 1 - 1e-9, 15.0  # of correlations and pseudo-values, so that those of perfect order are finite
 LEAST_LAYERS = 3
 CORRELATION = BoundedScale((-1.0, 1.0))
 ONE_BLOCK = "all layers share the weights of one block, and one layer has no interval"
@@ -66,9 +65,9 @@ def low_coherence(case: TrialCase) -> Finding:
     return Finding(
         evidence={
             "alignment": Replicates(excess, "layers"),
-            "rank correlation": _rank_correlation(aligned, conservative),
+            "rank correlation": rank_correlation(aligned, conservative),
             "coherence": Replicates(ratio, "layers"),
-            "sparsity and coherence": _rank_correlation(sparsity, coherence),
+            "sparsity and coherence": rank_correlation(sparsity, coherence),
         },
         controls={
             "untrained twins": _twins(case, prompts),
@@ -121,46 +120,12 @@ def _sparsity_and_coherence(
     return np.asarray(now)[:, None], _over_layers(weights.coherence_max)[:, None]
 
 
-def _rank_correlation(first: np.ndarray, second: np.ndarray) -> Replicates | PremiseImpossible:
-    """Spearman's correlation over the layers of two tables (layer, snapshot), the mean over snapshots, as jackknife
-    pseudo-values on Fisher's scale, one per layer.
-    """
-    values = _pseudo_values(first, second)
-    if not np.isfinite(values).all():
-        return PremiseImpossible("one of the two does not vary, so that there is no rank correlation")
-    return Replicates(np.tanh(values.clip(-LARGEST_Z, LARGEST_Z)), "layers", FisherZScale())
-
-
-def _pseudo_values(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """n z - (n - 1) z_i for the mean correlation tanh z of all layers and tanh z_i without layer i; the Student
-    interval of their mean is the delete-one jackknife interval of z.
-    """
-    n = len(first)
-    kept = [np.arange(n), *(np.delete(np.arange(n), k) for k in range(n))]
-    whole, *without = (_mean_spearman(first[rows], second[rows]) for rows in kept)
-    z: np.ndarray = np.arctanh(np.clip([whole, *without], -LARGEST, LARGEST))
-    return np.asarray(n * z[0] - (n - 1) * z[1:])
-
-
-def _mean_spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """The mean over snapshots of the correlation over layers; snapshots in which one does not vary are left out."""
-    found = [_spearman(a, b) for a, b in zip(first.T, second.T, strict=True)]
-    return float(np.nanmean(found)) if np.isfinite(found).any() else float("nan")
-
-
-def _spearman(first: np.ndarray, second: np.ndarray) -> float:
-    ranks = [stats.rankdata(each) for each in (first, second)]
-    centered = [each - each.mean() for each in ranks]
-    size = np.sqrt((centered[0] ** 2).sum() * (centered[1] ** 2).sum())
-    return float((centered[0] * centered[1]).sum() / size) if size > 0 else float("nan")
-
-
 def _permuted(case: TrialCase, aligned: np.ndarray, share: np.ndarray) -> Replicates | PremiseImpossible:
     """The rank correlation of each layer's alignment with the share of another layer, the same one in all snapshots;
     one value per permutation of the layers.
     """
     draw = np.random.default_rng(case.seed_for(1))
-    values = [_mean_spearman(aligned, draw.permutation(share)) for _ in range(PERMUTED)]
+    values = [mean_spearman(aligned, draw.permutation(share)) for _ in range(PERMUTED)]
     return Replicates(values, "permutations") if np.isfinite(values).all() else PremiseImpossible("shares do not vary")
 
 
@@ -185,9 +150,9 @@ def _described(weights: xr.Dataset, aligned: np.ndarray, share: np.ndarray) -> d
         ),
     }
     if aligned.shape[1] > 2:
-        within = [_spearman(a, s) for a, s in zip(aligned, share, strict=True)]
+        within = [spearman(a, s) for a, s in zip(aligned, share, strict=True)]
         by_layer["rank correlation over training, layer by layer"] = Replicates(within, "layers", CORRELATION)
-        last = _rank_correlation(aligned[:, -1:], share[:, -1:])
+        last = rank_correlation(aligned[:, -1:], share[:, -1:])
         by_layer["rank correlation over layers at the last snapshot"] = last
     return by_layer
 
