@@ -252,7 +252,8 @@ def lengths_of(vectors: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
     >>> lengths_of(torch.tensor([3.0, 4.0]))
     tensor([5.])
     """
-    return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return lengths
 
 
 def unit(vectors: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -330,5 +331,5 @@ def _over_draws(
     for name, values in data.items():
         attributes = {"long_name": NAMES[name]} | ({"units": "nats"} if name in IN_NATS else {})
         variables |= {name: (dims, values, attributes), f"{name}_null": ((), 0.0, attributes)}
-    coords = {**axes, **{name: damage[name] for name in damage.coords if name != "edit"}}
+    coords: dict[Any, Any] = {**axes, **{name: damage[name] for name in damage.coords if name != "edit"}}
     return check_replicates(xr.Dataset(variables, coords, {**damage.attrs, "title": "fragility"}))

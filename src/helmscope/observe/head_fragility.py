@@ -29,7 +29,6 @@ from helmscope.models.output_matrix import output_matrices, output_refusal
 from helmscope.models.watch import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.fragility import (
-    FORMS,
     RELATIVE_NORM,
     AblationForm,
     check_recording,
@@ -332,14 +331,10 @@ def head_interaction(
         **_prompts(single),
     }
     nulls = {"joint_null": 0.0, "summed_null": 0.0, "kl_null": 0.0}
-    return check_replicates(
-        xr.Dataset(variables | nulls, coords, {**single.attrs, "title": "interaction of heads"})
-    )
+    return check_replicates(xr.Dataset(variables | nulls, coords, {**single.attrs, "title": "interaction of heads"}))
 
 
 def _zeroed(recording: Recording, groups: Sequence[Sequence[Head]], progress: Any) -> xr.Dataset:
     """The damage of zeroing each group of heads together."""
-    edits = {
-        f"{k}": [AblateHead(layer=layer, head=head) for layer, head in group] for k, group in enumerate(groups)
-    }
+    edits = {f"{k}": [AblateHead(layer=layer, head=head) for layer, head in group] for k, group in enumerate(groups)}
     return damage_under_edits(recording, edits, progress=progress)
