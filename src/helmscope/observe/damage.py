@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import xarray as xr
 
-from helmscope.observe.scoring import Scoring, token_losses
+from helmscope.observe.scoring import Scoring
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_replicates, short_repr
 
@@ -91,7 +91,7 @@ def token_damage(
     change = torch.where(p > 0, log_q - log_p, 0.0)
     terms = torch.where(change.abs() < 1, p * (torch.expm1(change) - change), q - p - p * change)
     kl = torch.where(p > 0, terms, q).sum(-1)
-    increase = token_losses(edited, targets) - token_losses(plain, targets)
-    entropy_change = (torch.special.entr(q) - torch.special.entr(p)).sum(-1)
+    increase = (log_p - log_q).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy_change = (torch.where(p > 0, p * log_p, 0.0) - torch.where(q > 0, q * log_q, 0.0)).sum(-1)
     top_kept = (edited.argmax(-1) == plain.argmax(-1)).double()
     return torch.stack([kl, increase, entropy_change, top_kept])
