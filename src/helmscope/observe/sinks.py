@@ -16,6 +16,7 @@ threshold 0.3 is that of Gu et al., When Attention Sink Emerges in Language Mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,14 +133,15 @@ def sink_constancy(recording: System) -> xr.Dataset:
     >>> same.raw_cosine.dims, same.attrs["distinct_first_tokens"], bool((same.raw_cosine > 1 - 1e-6).all())
     (('layer', 'head'), 1, True)
     """
-    instrument = _SinkValues()
+    instrument = TokenValues()
     measured = check_system(recording).replay(instrument)[instrument.name]
     replicate = str(measured.visible.dims[1])
     prompts = measured.sizes[replicate]
     if prompts < 2:
         raise HelmscopeError(f"recording has {prompts} {replicate}, but constancy over them needs at least 2")
     mean = measured.total.sum(replicate) / measured.visible.sum(replicate)
-    raw, about = measured.sink, measured.sink - mean
+    raw = measured.value.isel(position=0)
+    about = raw - mean
     lengths = (about**2).sum("component").sum(replicate)
     explained = prompts * (about.mean(replicate) ** 2).sum("component") / lengths.where(lengths > 0)
     values = {
@@ -164,17 +166,30 @@ def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
     return (square - count) / (count * (count - 1))
 
 
-class _SinkValues(Instrument):
-    """Keeps the value of the first visible token, and the sum of the values of all visible tokens."""
+class TokenValues(Instrument):
+    """Instrument: the values of the tokens at some positions, counted from the first visible token, in every layer, by
+    head: ``value`` along (head, position, component). ``total`` is the sum of the values of all ``visible`` tokens.
 
-    name = "sink_values"
+    >>> from helmscope import record
+    >>> measured = record("A", ["Once upon a time"]).replay(TokenValues((0, 2)))["token_values"]
+    >>> measured.value.dims, measured.sizes["position"]
+    (('layer', 'prompt', 'head', 'position', 'component'), 2)
+    """
+
+    name = "token_values"
     needs = Needs.KERNEL | Needs.QKV  # kernel and queries tell the number of heads
 
+    def __init__(self, positions: Sequence[int] = (0,)) -> None:
+        self.positions = positions
+
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
+        """Records the values of a layer."""
         _, value, visible = _with_heads(context, tensors)
         mask = visible.to(value)
         total = torch.where(visible[:, None, :, None], value, 0.0).sum(-2)
-        self.keep(context, {"sink": _first_values(value, visible), "total": total}, axes=("head", "component"))
+        chosen = torch.stack([_value_at(value, visible, position) for position in self.positions], -2)
+        self.keep(context, {"value": chosen}, axes=("head", "position", "component"))
+        self.keep(context, {"total": total}, axes=("head", "component"))
         self.keep(context, {"visible": mask.sum(-1)})
 
 
@@ -187,10 +202,10 @@ def _with_heads(context: ReplayContext, tensors: AttentionTensors) -> tuple[Tens
     return kernel, value.to(kernel), visible_tokens(kernel[:, 0], context.visible)
 
 
-def _first_values(value: Float[Tensor, "rows heads n s"], visible: Bool[Tensor, "rows n"]) -> Tensor:
-    """The value of the first visible token, (rows, heads, s)."""
-    first = visible.to(torch.int8).argmax(-1)
-    return value[torch.arange(len(value), device=value.device), :, first]
+def _value_at(value: Float[Tensor, "rows heads n s"], visible: Bool[Tensor, "rows n"], position: int = 0) -> Tensor:
+    """The value of the token at a position, counted from the first visible one, (rows, heads, s)."""
+    place = visible.to(torch.int8).argmax(-1) + position
+    return value[torch.arange(len(value), device=value.device), :, place]
 
 
 @full_precision
@@ -211,7 +226,7 @@ def _statistics(
     others = torch.where(is_sink, 0.0, kernel) @ torch.where(visible[:, None, :, None], value, 0.0)
     context_length = torch.linalg.vector_norm(others, dim=-1) / (1 - weight).abs()
     defined = (weight != 1) & (context_length > 0)
-    sink_length = torch.linalg.vector_norm(_first_values(value, visible), dim=-1, keepdim=True)
+    sink_length = torch.linalg.vector_norm(_value_at(value, visible), dim=-1, keepdim=True)
     ratio = sink_length / torch.where(defined, context_length, 1.0)
     mean_weight, mean_mass = token_mean(weight, counted), token_mean(mass, counted)
     above = torch.where(mean_weight.isnan(), torch.nan, (mean_weight > SINK_THRESHOLD).to(kernel))
