@@ -13,11 +13,12 @@ import torch
 from tests.support.trials import failures, interval, named, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from helmscope.claims.experiments.early_fragile import _change_point
 from helmscope.claims.trial import try_claim
 from helmscope.models.subject import Subject
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
-S, R, N, I = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.IMPOSSIBLE
+S, R = Ruling.SUPPORTED, Ruling.REFUTED
 COUNT, DIM, TOKENS, LAYERS, LINEAR = 48, 32, 8, 8, 30.0
 ROWS = [[(first + i * (1 + first % 5)) % COUNT for i in range(TOKENS)] for first in range(40)]
 
@@ -50,7 +51,29 @@ def test_early_and_late_fragile_layers_get_the_right_rulings(monkeypatch, rate, 
     with Subject(layers_that_scale(rate), ROWS) as subject:
         verdict = try_claim("early-fragile", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling
-    assert failures(verdict) <= {"matched correlation"}
+    assert failures(verdict) <= {"matched correlation"}  # all controls hold
+    assert named(verdict, "blocks that write nothing").ruling is Ruling.IMPOSSIBLE
+    repaired = interval(verdict, "share of the change that later layers repair, noise")
+    assert repaired.high < -1 if rate > 0 else repaired.low > 0.1
+
+
+def test_few_layers_have_no_correlation(monkeypatch):
+    set_constants(monkeypatch, "early-fragile", tokens=TOKENS, least_layers=8)
+    with Subject(layers_that_scale(0.4), ROWS) as subject:
+        verdict = try_claim("early-fragile", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert "the replicates are layers, of which it needs 8, and has 7" in verdict.sentence.lower()
+
+
+def test_a_change_in_one_step_is_told_from_a_trend():
+    depth = np.arange(1.0, 12.0)
+    noise = np.random.default_rng(0).normal(size=11)
+    step = np.where(depth < 5, 2.0, 0.5) * np.exp(0.05 * noise)
+    trend = np.exp(-depth / 3 + 0.05 * noise)
+    described = Region(text="Described only.")
+    assert _change_point(step, depth).weigh(described).interval.estimate < 1
+    assert _change_point(trend, depth).weigh(described).interval.low > 10
+    assert "fits the damage without error" in _change_point(0 * depth + 1, depth).reason
 
 
 HEADS, PER_HEAD, BLOCKS, RADIUS, WRITE, SLOPE = 6, 12, 4, 20.0, 3.0, 40.0
@@ -97,3 +120,14 @@ def test_heads_that_interact_in_their_layer_and_heads_that_do_not_get_the_right_
     with Subject(heads_that_write(kind), ROWS) as subject:
         verdict = try_claim("heads-compete", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling
+    assert failures(verdict) <= {"interaction"}  # all controls hold
+    ratio = interval(verdict, "joint over summed damage, one layer")
+    assert ratio.high < 0.6 if kind == "together" else ratio.low > 0.9
+
+
+def test_where_too_few_heads_match_nothing_is_decided(monkeypatch):
+    set_constants(monkeypatch, "heads-compete", tokens=TOKENS, least_pairs=30)
+    with Subject(heads_that_write("alone"), ROWS) as subject:
+        verdict = try_claim("heads-compete", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.INCONCLUSIVE
+    assert "needs 30 matched pairs" in named(verdict, "interaction").basis

@@ -28,7 +28,7 @@ from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.sinks import SINK_THRESHOLD, AttentionSinks, TokenValues
 from helmscope.runs.bar import shows_progress
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, check_progress, check_real, check_seed
+from helmscope.types import HelmscopeError, check_progress, check_real, check_seed, pluralized
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 Head = tuple[int, int]  # layer and number
+LEAST_PROMPTS = 4  # two in each half
 
 
 @shows_progress("damage to sinks")
@@ -71,6 +72,11 @@ def sink_damage(
     """
     report, seed, least = check_progress(progress), check_seed(seed), check_real("sink_weight", sink_weight, above=0)
     check_recording(recording)
+    if len(recording.batch) < LEAST_PROMPTS:
+        raise HelmscopeError(
+            f"recording has {pluralized(len(recording.batch), 'prompt')}, but the mean over other prompts needs at "
+            f"least {LEAST_PROMPTS}"
+        )
     if heads is None:
         instrument = AttentionSinks(first_query=first_query)
         weights = recording.replay(instrument)[instrument.name].sink_weight.mean("prompt")

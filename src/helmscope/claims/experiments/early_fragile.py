@@ -124,18 +124,17 @@ def _correlation(case: TrialCase, damage: np.ndarray, depth: np.ndarray) -> Evid
 
 
 def _change_point(damage: np.ndarray, depth: np.ndarray) -> Evidence:
-    """The held-out error of a change-point over that of a trend, as jackknife pseudo-values of its logarithm."""
+    """The held-out error of a change-point over that of a trend, as jackknife pseudo-values of its logarithm over the
+    layers whose errors are summed.
+    """
     if not (damage > 0).all():
         return PremiseImpossible("some layer does no damage when ablated, so that its logarithm is not defined")
-
-    def log_ratio(kept: np.ndarray) -> float:
-        trend, step = held_out_errors(depth[kept], np.log(damage[kept]))
-        return float(np.log(step.sum() / trend.sum())) if step.sum() > 0 and trend.sum() > 0 else float("nan")
-
-    values = pseudo_values(log_ratio, len(damage))
-    if not np.isfinite(values).all():
+    trend, step = held_out_errors(depth, np.log(damage))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = pseudo_values(lambda kept: float(np.log(step[kept].sum() / trend[kept].sum())), len(damage))
+    if not np.isfinite(ratios).all():
         return PremiseImpossible("a trend or a change-point fits the damage without error, so that there is no ratio")
-    return Replicates(np.exp(values), "layers", LogScale())
+    return Replicates(np.exp(ratios), "layers", LogScale())
 
 
 def _permuted(case: TrialCase, damage: np.ndarray, depth: np.ndarray) -> Evidence:

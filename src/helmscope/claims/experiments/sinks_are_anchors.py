@@ -78,11 +78,15 @@ def _left_out(shared: int) -> str:
 
 
 def _with_shared(case: TrialCase, texts: tuple[object, ...]) -> dict[str, Evidence]:
-    """The weight on the first token where all prompts begin with the same one, so that its value is constant."""
-    recording = case.subject.recording_of(texts)
-    sinks = Sinks.of(case, recording)
-    name = "weight on the first token of the head with the largest, with the first tokens that all prompts share"
-    return {name: Replicates(sinks.best_weights, "prompts")}
+    """The largest weight on the first token where all prompts begin with the same one, and the cosine of the values of
+    the sinks, which is then 1 by construction.
+    """
+    sinks = Sinks.of(case, case.subject.recording_of(texts))
+    kept = "with the first tokens that all prompts share"
+    rows: dict[str, Evidence] = {
+        f"weight on the first token of the head with the largest, {kept}": Replicates(sinks.best_weights, "prompts")
+    }
+    return rows | ({f"cosine, {kept}: 1 by construction": sinks.cosine()} if sinks.heads else {})
 
 
 @dataclass(frozen=True, eq=False)
