@@ -17,7 +17,7 @@ from tests.support.trials import failures, interval, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.experiments.sinks_are_anchors import Sinks
-from helmscope.claims.rank_correlation import pseudo_values
+from helmscope.claims.rank_correlation import jackknife_values
 from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import try_claim
 from helmscope.models.subject import Subject
@@ -90,7 +90,7 @@ def test_cosine_and_share_are_those_of_loops(monkeypatch):
     about = values[:, 0] - values.mean((0, 1))
     unit = [each / np.sqrt((each**2).sum()) for each in about]
     cosines = [float(a @ b) for i, a in enumerate(unit) for j, b in enumerate(unit) if i != j]
-    expected = pseudo_values(lambda kept: math.atanh(mean_over_pairs(unit, kept)), 9)
+    expected = jackknife_values(lambda kept: math.atanh(mean_over_pairs(unit, kept)), 9)
     assert mean_over_pairs(unit, range(9)) == pytest.approx(np.mean(cosines), rel=1e-12)
     assert np.arctanh(sinks.cosine().values) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     left, total = np.zeros(9), np.zeros(9)
@@ -99,7 +99,7 @@ def test_cosine_and_share_are_those_of_loops(monkeypatch):
         fit = second if k in first else first
         left[k] = ((values[k, 0] - values[fit, 0].mean(0)) ** 2).sum()
         total[k] = ((values[k, 0] - values[fit].mean((0, 1))) ** 2).sum()
-    expected = pseudo_values(lambda kept: math.log(total[kept].sum() / left[kept].sum()), 9)
+    expected = jackknife_values(lambda kept: math.log(total[kept].sum() / left[kept].sum()), 9)
     assert -np.log(1 - np.asarray(sinks.explained_share(3).values)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 

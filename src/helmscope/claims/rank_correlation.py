@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from helmscope.claims.evidence import PremiseImpossible, Replicates
+from helmscope.stats.replicates import pseudo_values
 from helmscope.stats.scales import FisherZScale
 
 LARGEST, LARGEST_Z = 1 - 1e-9, 15.0  # of correlations and pseudo-values, so that those of perfect order are finite
@@ -21,7 +22,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray, of: str = "layers") 
     >>> rank_correlation(table, 0 * table).reason
     'one of the two does not vary, so that there is no rank correlation'
     """
-    z = pseudo_values(
+    z = jackknife_values(
         lambda rows: float(np.arctanh(np.clip(mean_spearman(first[rows], second[rows]), -LARGEST, LARGEST))), len(first)
     )
     if not np.isfinite(z).all():
@@ -29,17 +30,17 @@ def rank_correlation(first: np.ndarray, second: np.ndarray, of: str = "layers") 
     return Replicates(np.tanh(z.clip(-LARGEST_Z, LARGEST_Z)), of, FisherZScale())
 
 
-def pseudo_values(statistic: Callable[[np.ndarray], float], n: int) -> np.ndarray:
-    """n theta - (n - 1) theta_i for the statistic theta of all replicates and theta_i without replicate i; the Student
-    interval of their mean is the delete-one jackknife interval. ``statistic`` takes the indices of replicates.
+def jackknife_values(statistic: Callable[[np.ndarray], float], n: int) -> np.ndarray:
+    """The jackknife pseudo-values of a statistic of n replicates, which takes the indices of the replicates that are
+    kept.
 
     >>> values = np.array([1.0, 2.0, 6.0])
-    >>> pseudo_values(lambda kept: float(values[kept].mean()), 3).round(12).tolist()
+    >>> jackknife_values(lambda kept: float(values[kept].mean()), 3).round(12).tolist()
     [1.0, 2.0, 6.0]
     """
     every = np.arange(n)
-    whole, *without = (statistic(kept) for kept in (every, *(np.delete(every, k) for k in range(n))))
-    return np.asarray(n * whole - (n - 1) * np.array(without))
+    without = np.array([statistic(np.delete(every, k)) for k in range(n)])
+    return pseudo_values(statistic(every), without, n)
 
 
 def mean_spearman(first: np.ndarray, second: np.ndarray) -> float:

@@ -10,7 +10,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
-from helmscope.claims.rank_correlation import pseudo_values, rank_correlation, spearman
+from helmscope.claims.rank_correlation import jackknife_values, rank_correlation, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.fragility import AblationForm, LayerPart, layer_fragility
@@ -131,7 +131,7 @@ def _change_point(damage: np.ndarray, depth: np.ndarray) -> Evidence:
         return PremiseImpossible("some layer does no damage when ablated, so that its logarithm is not defined")
     trend, step = held_out_errors(depth, np.log(damage))
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = pseudo_values(lambda kept: float(np.log(step[kept].sum() / trend[kept].sum())), len(damage))
+        ratios = jackknife_values(lambda kept: float(np.log(step[kept].sum() / trend[kept].sum())), len(damage))
     if not np.isfinite(ratios).all():
         return PremiseImpossible("a trend or a change-point fits the damage without error, so that there is no ratio")
     return Replicates(np.exp(ratios), "layers", LogScale())

@@ -12,7 +12,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
-from helmscope.claims.rank_correlation import LARGEST, LARGEST_Z, pseudo_values
+from helmscope.claims.rank_correlation import LARGEST, LARGEST_Z, jackknife_values
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.sink_damage import sink_damage, sinks_of
@@ -217,7 +217,7 @@ def _jackknife(statistic: Callable[[np.ndarray], float], n: int, scale: Scale) -
     def on_scale(kept: np.ndarray) -> float:
         return float(scale.forward(np.array([min(statistic(kept), LARGEST)]))[0])
 
-    values = pseudo_values(on_scale, n).clip(-LARGEST_Z, LARGEST_Z)
+    values = jackknife_values(on_scale, n).clip(-LARGEST_Z, LARGEST_Z)
     return Replicates(scale.inverse_array(values), "prompts", scale)
 
 
