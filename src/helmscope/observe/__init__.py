@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from helmscope.observe.entropy import matrix_entropy as matrix_entropy
     from helmscope.observe.equilibria import Equilibria as Equilibria
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
+    from helmscope.observe.fragility import AblationForm as AblationForm
+    from helmscope.observe.fragility import LayerPart as LayerPart
+    from helmscope.observe.fragility import layer_fragility as layer_fragility
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
     from helmscope.observe.free_energy import free_energy_refusal as free_energy_refusal
     from helmscope.observe.generator import ambient_generator as ambient_generator
@@ -74,6 +77,11 @@ if TYPE_CHECKING:
     from helmscope.observe.gradient_shape import gradient_shape as gradient_shape
     from helmscope.observe.gradient_shape import loss_gradient as loss_gradient
     from helmscope.observe.half_times import half_time as half_time
+    from helmscope.observe.head_fragility import KernelRank as KernelRank
+    from helmscope.observe.head_fragility import MatchedPairs as MatchedPairs
+    from helmscope.observe.head_fragility import head_fragility as head_fragility
+    from helmscope.observe.head_fragility import head_interaction as head_interaction
+    from helmscope.observe.head_fragility import matched_pairs as matched_pairs
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.inner_products import close_pair_probability as close_pair_probability
@@ -145,6 +153,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import numerical_rank as numerical_rank
     from helmscope.observe.rank import participation_ratio as participation_ratio
     from helmscope.observe.rank import stable_rank as stable_rank
+    from helmscope.observe.sink_damage import sink_damage as sink_damage
     from helmscope.observe.sinks import AttentionSinks as AttentionSinks
     from helmscope.observe.sinks import attention_sinks as attention_sinks
     from helmscope.observe.sinks import sink_constancy as sink_constancy

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import xarray as xr
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Replace
 from helmscope.models.recording import Recording
@@ -201,6 +202,7 @@ def site_means(recording: Recording, sites: Iterable[Site]) -> dict[tuple[Site, 
     totals: dict[tuple[Site, int], Tensor] = {}
     weights = counted_tokens(recording)
 
+    @full_precision
     def add(value: Tensor, context: EditContext) -> None:
         share = (weights[context.rows] / weights.sum()).to(value.device, value.dtype)
         part = torch.einsum("bn,bn...->...", share, value.detach())
@@ -238,6 +240,7 @@ def relative_noise(
     0.5
     """
 
+    @full_precision
     def noisy(state: Tensor, context: EditContext) -> Tensor:
         like = state if matrix is None else state[..., :1].expand(*state.shape[:-1], matrix.shape[1])
         draw = replace(context, layer=0).normal(like, seed=seed)
