@@ -25,12 +25,13 @@ PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
     *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift"),
-    *("diffuse-then-compress", "elliptic"),
+    *("diffuse-then-compress", "early-fragile", "elliptic"),
     *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
     *(
         "generator",
         "gradient-shaped",
         "heads-average",
+        "heads-compete",
         "histogram-width",
         "jko-step",
         "kuramoto",
@@ -39,7 +40,8 @@ TRIED = (
     ),
     *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),
     *("norm-confines", "one-cluster"),
-    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "small-steps"),
+    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
+    *("sinks-are-anchors", "small-steps"),
     *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )
 

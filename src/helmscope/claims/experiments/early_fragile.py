@@ -28,7 +28,7 @@ CORRELATION = BoundedScale((-1.0, 1.0))
 NO_RANGE = "noise does the same damage in every layer, so that there is no correlation with depth"
 
 
-@experiment("early-fragile", seconds={"model": 150})
+@experiment("early-fragile", seconds={"model": 130})
 def early_fragile(case: TrialCase) -> Finding:
     """Spearman's correlation, over the layers without the skipped ones, of depth and of the divergence of the
     next-token law under noise of matched relative norm; the mean over prompts and draws of noise. Its interval is a

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NO_DAMAGE = "no head does damage when ablated, so that there is no ratio"
 
 
-@experiment("heads-compete", seconds={"model": 100})
+@experiment("heads-compete", seconds={"model": 130})
 def heads_compete(case: TrialCase) -> Finding:
     """log(joint / summed damage) of a pair of heads of one layer minus that of its matched pair across layers; damages
     are means over prompts, and the replicates are matched pairs. Described: both ratios, untrained twins, and the rank

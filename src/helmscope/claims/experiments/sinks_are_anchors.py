@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LEARNED = 1e-3  # missing mass beyond rounding
 
 
-@experiment("sinks-are-anchors", seconds={"model": 60})
+@experiment("sinks-are-anchors", seconds={"model": 25})
 def sinks_are_anchors(case: TrialCase) -> Finding:
     """The cosine of the sinks' values over pairs of prompts, and the held-out R^2 of one constant vector: means over
     the sinks, as jackknife pseudo-values over prompts.
