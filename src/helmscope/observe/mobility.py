@@ -28,14 +28,13 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.attention_noise import sample_tokens
 from helmscope.observe.drift import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
-from helmscope.observe.layer_whitening import taken
 from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
 from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_refusal
 from helmscope.observe.sigma_field import SigmaField, antisymmetric_share_of
+from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import select_systems

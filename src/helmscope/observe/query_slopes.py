@@ -28,7 +28,7 @@ from helmscope.models.replay import InstrumentFeed
 from helmscope.models.tap import Attended, eager_of
 from helmscope.models.watch import Observer, Site
 from helmscope.observe.attention_divergence import FrozenCloud
-from helmscope.observe.layer_whitening import taken
+from helmscope.observe.token_choice import taken
 from helmscope.solve.replay import attention_of
 from helmscope.types import Half, HelmscopeError, Needs, ReplayPlan
 
