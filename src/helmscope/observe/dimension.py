@@ -60,7 +60,7 @@ def two_nn(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = N
     >>> flat.low < 3 < flat.high, flat.n
     (True, 2000)
     """
-    return two_nn_of_ratios(neighbor_ratios(points, weights))
+    return _reliable(two_nn_of_ratios(neighbor_ratios(points, weights)))
 
 
 def two_nn_mle(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Interval:
@@ -225,7 +225,7 @@ def two_nn_of_ratios(ratios: NDArray[np.float64]) -> Interval:
     total, n = float(np.log(ratios).sum()), len(ratios)
     if total == 0:
         raise HelmscopeError("points have two equally near neighbors each, as on a grid: they have no such dimension")
-    return _reliable(Interval((n - 1) / total, *_exact_ends(total, n), n=n))
+    return Interval((n - 1) / total, *_exact_ends(total, n), n=n)
 
 
 def gride_of_ratios(ratios: NDArray[np.float64], neighbor: int) -> Interval:
