@@ -49,7 +49,7 @@ def slopes_refusal(system: System, name: str) -> str | None:
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility")
+    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility_test")
     """
     if isinstance(system, Recording):
         if system.anatomy.tapped:

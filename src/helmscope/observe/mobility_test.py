@@ -7,7 +7,7 @@ reads the state after attention, and its derivative is taken through attention. 
 the range of Sigma in the tangent space (``sigma_field`` has the formulas),
 
     share    |A|^2 / |J|^2, A the antisymmetric part of J: 0 if and only if b = Sigma grad V near x, on that range
-    outside  share of the squared tangential drift outside the range of Sigma, which no mobility Sigma can move.
+    outside_range  share of the squared tangential drift outside the range of Sigma, which no mobility Sigma can move.
 
 How to read it. A random field has a share of (r - 1) / (2 r) on r dimensions (``share_null``); ``share_attention`` is
 that of the write of attention alone.
@@ -51,13 +51,13 @@ NAMES = {
     "share": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of the block",
     "share_null": "antisymmetric share of a random field on the range of Sigma_A",
     "share_attention": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of attention",
-    "outside": "share of the squared drift of the block outside the range of Sigma_A",
+    "outside_range": "share of the squared drift of the block outside the range of Sigma_A",
     "rank": "rank of the tangent Sigma_A of a token",
 }
 
 
 @shows_progress("measuring mobilities")
-def mobility(
+def mobility_test(
     system: System, *, tokens: int = 4, seed: int = 0, tolerance: float = 1e-6, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The antisymmetric share of the Jacobian of Sigma^-1 b at ``tokens`` tokens of each prompt, in every layer (at
@@ -71,7 +71,7 @@ def mobility(
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=1.0), torch.eye(3, dtype=torch.float64).expand(1, 3, 3), times=[0.0])
-    >>> measured = mobility(run)
+    >>> measured = mobility_test(run)
     >>> measured["rank"].item(), bool(measured.share.item() < 1)
     (2.0, True)
     """
@@ -93,7 +93,7 @@ def mobility(
 
 
 def mobility_refusal(system: System) -> str | None:
-    """Why ``mobility`` cannot be taken of a system, in one sentence; None if it can.
+    """Why ``mobility_test`` cannot be taken of a system, in one sentence; None if it can.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -115,7 +115,7 @@ class _Attended:
 class _Mobility(Instrument):
     """Collects both halves of a layer at the sampled tokens, then solves for Sigma^-1 b."""
 
-    name = "mobility"
+    name = "mobility_test"
     slopes: RecordedSlopes | None
 
     def __init__(self, system: System, *, tokens: int, seed: int, tolerance: float) -> None:
@@ -204,7 +204,7 @@ class _Mobility(Instrument):
             "share": solved[-1].share,
             "share_null": antisymmetric_share_of(random),
             "share_attention": solved[0].share,
-            "outside": solved[-1].outside,
+            "outside_range": solved[-1].outside,
             "rank": float(rank),
         }
 
