@@ -13,7 +13,7 @@ from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesI
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import silenced, small_steps_premise
+from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.observe.token_dimension import position_dimension, token_dimension
 from helmscope.types import Half, Trajectory
@@ -101,7 +101,7 @@ def breathing(case: TrialCase) -> Finding:
             label=f"Two-NN dimension of {measured.attrs['points']} tokens of a prompt",
             over="prompt",
         ),
-        remark=_remark(measured, own) + small_steps_premise(case),
+        remark=_remark(measured, own),
         setting=f"{measured.attrs['sphere']}, {prompts.setting}, {measured.attrs['points']} different tokens of each, "
         "first token left out",
     )
@@ -154,5 +154,5 @@ def _remark(measured: xr.Dataset, own: Changes) -> str:
         f"The dimension runs from {means[0]:.3g} at the first depth to {means[-1]:.3g} at the last, with a maximum of "
         f"{means.max():.3g}; its mean change over attention runs from {attention.min():.2g} to {attention.max():.2g} "
         f"over blocks and is above 0 in {int((attention > 0).sum())} of {len(attention)}, that over the MLP from "
-        f"{mlp.min():.2g} to {mlp.max():.2g}, below 0 in {int((mlp < 0).sum())}. "
+        f"{mlp.min():.2g} to {mlp.max():.2g}, below 0 in {int((mlp < 0).sum())}."
     )
