@@ -133,7 +133,9 @@ def test_ratios_of_uniform_points_have_the_beta_law(k: int) -> None:
 def test_known_dimensions_are_read_and_biased_ones_are_low() -> None:
     assert two_nn(embedded(uniform(3_000, 3), 30)).estimate == pytest.approx(3, rel=0.06)
     assert gride(embedded(uniform(3_000, 3), 30), neighbor=4).estimate == pytest.approx(3, rel=0.06)
-    with pytest.warns(HighDimensionWarning, match=r"the dimension 16\.\d of 2000 points is a lower bound: they resolve"):
+    with pytest.warns(
+        HighDimensionWarning, match=r"the dimension 16\.\d of 2000 points is a lower bound: they resolve"
+    ):
         assert two_nn(uniform(2_000, 20)).estimate < 17
 
 

@@ -6,8 +6,8 @@ exponential with rate D, and with S = sum_i log mu_i over N points
 
     maximum likelihood  N / S,    without its bias  (N - 1) / S,    2 D S ~ chi^2 with 2 N degrees of freedom
 
-(Two-NN, [Facco et al. 2017]); a fit of -log(1 - F(mu)) = D log mu through the origin leaves out the largest ratios. For
-k > 1 the maximum likelihood estimate looks at a larger scale (GRIDE, [Denti et al. 2022]).
+(Two-NN, Facco et al. 2017); a fit of -log(1 - F(mu)) = D log mu through the origin leaves out the largest ratios. For
+k > 1 the maximum likelihood estimate looks at a larger scale (GRIDE, Denti et al. 2022).
 
 The constant density fails in many dimensions, where N points have no close neighbors: estimates are then far too low
 (the uniform law on a cube of dimension 20 reads 16 from 2,000 points), and grow with N. Differences at equal N mean
@@ -145,7 +145,9 @@ def dimension_by_scale(
     values = {"dimension": [each.estimate for each in found], "dimension_low": [each.low for each in found]}
     values |= {"dimension_high": [each.high for each in found]}
     values |= {"distance": [float(distances[:, [k - 1, 2 * k - 1]].mean()) for k in scales]}
-    return xr.Dataset({name: ("neighbor", each) for name, each in values.items()}, {"neighbor": scales}, {"n": len(cloud)})
+    return xr.Dataset(
+        {name: ("neighbor", each) for name, each in values.items()}, {"neighbor": scales}, {"n": len(cloud)}
+    )
 
 
 def dimension_by_size(

@@ -112,7 +112,7 @@ class _Search:
         place = torch.arange(len(values), device=values.device)
         values[place, place + block.start] = torch.inf
         groups = values.shape[1] // min(GROUP, len(self.rows))
-        minima = values.unflatten(1, (-1, groups)).amin(1)
+        minima = values.view(len(values), -1, groups).amin(1)
         best = minima.topk(min(count + 1, groups), largest=False).indices
         members = torch.arange(0, values.shape[1], groups, device=values.device)
         indices = (members[:, None] + best[:, None, :]).flatten(1)

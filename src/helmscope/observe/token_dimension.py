@@ -23,7 +23,7 @@ from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.stats.replicates import pseudo_values
-from helmscope.types import HelmscopeError, Trajectory, check_integer, check_progress, short_repr
+from helmscope.types import HelmscopeError, Trajectory, check_integer, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -55,7 +55,8 @@ def token_dimension(
     some depth are left out at all depths (all but one), and of prompts with more tokens the last ones are left out.
     Unit vectors of a Recording are those of ``on_sphere``; tokens of weight 0, and the first token unless
     ``first_token``, do not count. Estimates above about 15 depend on the number of points (``dimension_by_size``).
-    Raises HelmscopeError for a prompt with fewer than 8 different tokens, or 2k + 1, and for states that are not finite.
+    Raises HelmscopeError for a prompt with fewer than 8 different tokens, or 2k + 1, and for states that are not
+    finite.
 
     >>> from helmscope.models.record import record
     >>> recording = record("A", ["Once upon a time there was a little cat who liked to play in the sun."])
