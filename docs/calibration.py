@@ -26,21 +26,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 from support.calibration_depth_laws import DEPTH_LAWS, MLP_LAWS  # noqa: E402
+from support.calibration_flow_laws import FLOW_LAWS  # noqa: E402
 from support.calibration_laws import ATTENTION_LAWS, PROMPTS, Law  # noqa: E402
 
-LAWS = (*ATTENTION_LAWS, *MLP_LAWS, *DEPTH_LAWS)
+LAWS = (*ATTENTION_LAWS, *MLP_LAWS, *DEPTH_LAWS, *FLOW_LAWS)
 EXACT = {
     "kernel_statistics": "functions of the attention weights of each row",
     "bistochasticity": "a function of the kernel, to a tolerance of 1e-9",
-}
-NOT_YET = {
-    "entropy_along_depth": "pseudo-values of log determinants; the bias of the Gaussian entropy is tested",
-    "map_entropy": "its sample of tokens",
-    "free_energy_along_depth": "pseudo-values and a sample of tokens",
-    "generator_test": "coverage of its share is tested on a simulated law (tests/observe/test_generator_test.py)",
-    "layer_whitening": "its sample of tokens",
-    "jko_layer": "pseudo-values of a fitted step",
-    "mobility": "its sample of tokens",
 }
 MISSES = {
     (
@@ -168,8 +160,6 @@ def main() -> None:
     text += "".join(
         f"- `{name}`: {reason}; nothing is sampled beyond the prompt itself.\n" for name, reason in EXACT.items()
     )
-    text += "\n## Not calibrated yet\n\n"
-    text += "".join(f"- `{name}`: {what}.\n" for name, what in NOT_YET.items())
     (HERE / "calibration.md").write_text(text, encoding="utf8")
 
 
