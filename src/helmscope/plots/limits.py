@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEWEST = 8  # points from which quantiles say what is usual
-TAIL, REACH = (
-    0.1,
-    1.5,
-)  # usual points: between these quantiles, extended by this multiple of their distance on each side
+TAIL, REACH = 0.15, 1.5  # usual points: from this quantile to its opposite, and this multiple of their distance beyond
 FLATTENED = 3.0  # the whole range over that of the usual points, above which the axis is cut
 NEARBY = 0.25  # of the width of the axis: the values of arrows that are nearer are written one above the other
 MARGIN, AROUND = 0.08, 0.75  # of the range shown, beyond the usual points; beyond a curve that sets the axis
