@@ -61,6 +61,15 @@ MISSES = {
         "tokens, and the jackknife over prompts whose tokens are alike finds too small an error: intervals too narrow"
         for size in (8, 32)
     },
+    **{
+        (
+            "jko_layer",
+            name,
+            8,
+        ): "V, nu and tau are fitted on the other half of the prompts, and an interval is that of the "
+        "share given this fit: with the fits of other halves 30 % of them miss the mean over all fits"
+        for name in ("share", "objective_input")
+    },
     (
         "free_energy_along_depth",
         "predicted_entropy_change",

@@ -23,7 +23,7 @@ from helmscope.observe.generator_test import generator_test
 from helmscope.observe.jko_layer import jko_layer
 from helmscope.observe.layer_whitening import layer_whitening
 from helmscope.observe.map_entropy import map_entropy
-from helmscope.observe.mobility import mobility
+from helmscope.observe.mobility import mobility_test
 from helmscope.observe.probes import ProbeBank
 from helmscope.solve.layer import Layer
 from helmscope.types import Trajectory
@@ -228,7 +228,7 @@ def whitening_truths(size: int) -> dict[str, float]:
 def draw_mobility(size: int, count: int, generator: torch.Generator) -> Values:
     block = Block(SA(beta=0.0), linear(TURNED))
     run = hs.integrate(block, uniform(generator, count, size, 3), times=[0.0])
-    return picked(mobility(run, tokens=4, progress=False), *mobility_truths(size))
+    return picked(mobility_test(run, tokens=4, progress=False), *mobility_truths(size))
 
 
 def mobility_truths(size: int) -> dict[str, float]:
@@ -342,7 +342,7 @@ FLOW_LAWS = (
         repetitions=400,
         others=100,
     ),
-    Law("mobility", BLOCK, "tokens", (8, 32), draw_mobility, mobility_truths, repetitions=100, others=25),
+    Law("mobility_test", BLOCK, "tokens", (8, 32), draw_mobility, mobility_truths, repetitions=100, others=25),
     Law(
         "jko_layer",
         "a flow of f = diag(1, 0, -1) x for a time of 1/2, uniform tokens on S^2",
