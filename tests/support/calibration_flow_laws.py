@@ -23,7 +23,7 @@ from helmscope.observe.generator_test import generator_test
 from helmscope.observe.jko_layer import jko_layer
 from helmscope.observe.layer_whitening import layer_whitening
 from helmscope.observe.map_entropy import map_entropy
-from helmscope.observe.mobility import mobility_test
+from helmscope.observe.mobility_test import mobility_test
 from helmscope.observe.probes import ProbeBank
 from helmscope.solve.layer import Layer
 from helmscope.types import Trajectory
