@@ -11,6 +11,7 @@ from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Repl
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.intervene.edit import Edit
@@ -43,12 +44,13 @@ def gradient_shaped(case: TrialCase) -> Finding:
     deciding = float(case.constant("deciding_scale"))
     scales = [deciding, FULL_WRITE] if case.quick else case.constant("scales")
     recording = case.subject.recording_of(prompts.texts)
-    shape = gradient_shape(recording, scales=scales, seed=case.seed_for(0), progress=False)
+    layers = spaced_layers(recording, case.constant("layers_quick")) if case.quick else list(recording.layers)
+    shape = gradient_shape(recording, scales=scales, layers=layers, seed=case.seed_for(0), progress=False)
     at_start = shape.sel(scale=deciding)
     cosine = _by_prompt(at_start.cosine)
     if not np.isfinite(cosine).all():
         return Finding.impossible(NO_WRITES)
-    contrast = TwinContrast(cosine, _twins(case, prompts.texts[: _twin_prompts(case)], deciding))
+    contrast = TwinContrast(cosine, _twins(case, prompts.texts[: _twin_prompts(case)], layers, deciding))
     first, second = (_by_prompt(at_start.cosine_permuted.isel(draw=k)) for k in (0, 1))
     silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
     return Finding(
@@ -79,10 +81,10 @@ def _twin_prompts(case: TrialCase) -> int:
     return int(case.constant("twin_prompts_quick" if case.quick else "twin_prompts"))
 
 
-def _twins(case: TrialCase, texts: tuple[object, ...], scale: float) -> np.ndarray:
+def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int], scale: float) -> np.ndarray:
     """Cosines of the untrained twins, over (twin, prompt)."""
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=texts)
-    shapes = (gradient_shape(each, scales=[scale], progress=False) for each in twins)
+    shapes = (gradient_shape(each, scales=[scale], layers=layers, progress=False) for each in twins)
     return np.stack([_by_prompt(shape.cosine.sel(scale=scale)) for shape in shapes])
 
 
@@ -124,7 +126,7 @@ def _remark(shape: xr.Dataset, contrast: TwinContrast, deciding: float, *, quick
     by_step = shape.cosine.sel(scale=deciding).mean("prompt")
     null = shape.cosine_null.sel(scale=deciding).mean("prompt")
     full = shape.cosine.sel(scale=FULL_WRITE).mean("prompt")
-    left_out = " The scales between 0 and 1: not tried in quick." if quick else ""
+    left_out = " Other layers and the scales between 0 and 1: not tried in quick." if quick else ""
     return (
         f"Over half-steps the mean cosine runs from {float(by_step.min()):.3f} to {float(by_step.max()):.3f}, that of "
         f"permuted writes from {float(null.min()):.3f} to {float(null.max()):.3f}; untrained twins have "
