@@ -11,9 +11,8 @@ from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Repl
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
-from helmscope.claims.small_steps import spaced_layers
+from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.intervene.edit import Edit
 from helmscope.models.watch import Site
 from helmscope.observe.gradient_shape import gradient_shape, loss_gradient
@@ -50,9 +49,10 @@ def gradient_shaped(case: TrialCase) -> Finding:
     cosine = _by_prompt(at_start.cosine)
     if not np.isfinite(cosine).all():
         return Finding.impossible(NO_WRITES)
-    contrast = TwinContrast(cosine, _twins(case, prompts.texts[: _twin_prompts(case)], layers, deciding))
+    few = prompts.texts[: _twin_prompts(case)]
+    contrast = TwinContrast(cosine, _twins(case, few, layers, deciding))
     first, second = (_by_prompt(at_start.cosine_permuted.isel(draw=k)) for k in (0, 1))
-    silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
+    on_few = case.subject.recording_of(few)
     return Finding(
         evidence={
             "cosine": Replicates(cosine, "prompts"),
@@ -60,14 +60,15 @@ def gradient_shaped(case: TrialCase) -> Finding:
             "above the twins": PairedDifferences(contrast.differences.mean(0), "prompts"),
         },
         controls={
-            "blocks that write nothing": _silent(silent, deciding),
-            "a step down the gradient": Replicates(_down_the_gradient(recording, deciding), "prompts"),
+            "blocks that write nothing": _silent(silenced(on_few), deciding),
+            "a step down the gradient": Replicates(_down_the_gradient(on_few, deciding), "prompts"),
             "one permutation against another": PairedDifferences(first - second, "prompts"),
         },
         described=contrast.described("cosine") | _other_scales(shape, deciding),
         data=_curves(shape, deciding),
         remark=_remark(shape, contrast, deciding, quick=case.quick),
-        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; twins on {contrast.twins.shape[1]} of them",
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; twins and two controls on "
+        f"{len(few)} of them",
         shortage=prompts.alike,
     )
 
@@ -90,7 +91,7 @@ def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int], scale:
 
 def _silent(recording: Recording, scale: float) -> Evidence:
     """The cosine where blocks write nothing, which has no direction."""
-    layers = [recording.layers[0]]
+    layers = [recording.layers[-1]]
     shape = gradient_shape(recording, scales=[scale], layers=layers, progress=False)
     cosine = _by_prompt(shape.cosine.sel(scale=scale))
     return Replicates(cosine, "prompts") if np.isfinite(cosine).all() else PremiseImpossible(NO_WRITES)

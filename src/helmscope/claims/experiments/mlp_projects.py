@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, PairedDifferences, PremiseImpossible, Replicates
+from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import WrittenByMlp, half_steps
 from helmscope.claims.prompts import ChosenPrompts
@@ -66,7 +66,7 @@ def mlp_projects(case: TrialCase) -> Finding:
             "growth off the cloud": _evidence(_over_layers(measured.growth_off)),
             "growth along the cloud": _evidence(_over_layers(measured.growth_along)),
         },
-        printed=EverySample(list(defect), "prompts", half_steps(list(recording.layers))),
+        printed=ReplicatesInEveryCase(list(defect), "prompts", half_steps(list(recording.layers))),
         data=_curves(measured),
         remark=_remark(measured, contrast),
         setting=f"{prompts.setting}, {measured.attrs['tokens']} of the {case.constant('tokens')} tokens of each; "

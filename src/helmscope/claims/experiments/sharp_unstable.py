@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import PairedDifferences, Replicates
+from helmscope.claims.evidence import PairedDifferences, Replicates, Undecided
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -50,10 +50,9 @@ def sharp_unstable(case: TrialCase) -> Finding:
     if not case.quick:
         matched = _damage(recording, case, layers, "low", "high", per_token=True)
         described["damage ratio, norms equal at every token"] = _evidence(_ratio(matched, "high", "low"))
-    sharper, diffuse = _temperature(recording, case.constant("temperature_factor"))
-    described |= {"damage of sharper attention": _evidence(sharper), "damage of diffuse attention": _evidence(diffuse)}
+    temperature = _temperature(recording, case.constant("temperature_factor"))
     return Finding(
-        evidence={"damage ratio": _evidence(ratio), "temperature": _evidence(sharper / diffuse)},
+        evidence={"damage ratio": _evidence(ratio), "temperature": temperature},
         controls={
             "blocks that write nothing": _evidence(_ratio(silent, "high", "low")),
             "high against high": _evidence(_ratio(damage, "high again", "high")),
@@ -105,11 +104,14 @@ def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int]) -> np.
     return np.stack([_ratio(_damage(each, case, layers, "low", "high"), "high", "low") for each in twins])
 
 
-def _temperature(recording: Recording, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """The damage with the logits of attention in all layers times ``factor`` and divided by it, by prompt."""
+def _temperature(recording: Recording, factor: float) -> Evidence:
+    """The damage with the logits of attention in all layers times ``factor``, over that with them divided by it."""
     edits = {"sharper": ScaleLogits(factor=factor), "diffuse": ScaleLogits(factor=1 / factor)}
     damage = damage_under_edits(recording, edits, progress=False).kl
-    return damage.sel(edit="sharper").values, damage.sel(edit="diffuse").values
+    sharper, diffuse = (damage.sel(edit=name).values for name in edits)
+    if not ((sharper > 0) & (diffuse > 0)).all():
+        return Undecided("there are prompts on which the scale of the logits of attention changes no prediction")
+    return _evidence(sharper / diffuse)
 
 
 def _curves(damage: xr.Dataset) -> xr.Dataset:
