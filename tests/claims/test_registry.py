@@ -37,9 +37,11 @@ TRIED = (
         "low-coherence",
         "mean-field-limit",
     ),
-    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),
+    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mlp-projects", "mobility"),
+    "no-mean-drift",
     *("norm-confines", "one-cluster"),
-    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "small-steps"),
+    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
+    *("sharp-unstable", "small-steps"),
     *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )
 

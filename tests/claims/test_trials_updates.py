@@ -79,7 +79,7 @@ def subspace_model(share: float) -> GPT2LMHeadModel:
     inside = torch.linalg.qr(spread - spread.mean(0)).Q
     off = torch.eye(dim) - 1 / dim - inside @ inside.T
     with torch.no_grad():
-        for table, size in ((model.transformer.wte.weight, 1.0), (model.transformer.wpe.weight, 0.3)):
+        for table, size in ((model.transformer.wte.weight, 1.0), (model.transformer.wpe.weight, 0.05)):
             points = (
                 torch.nn.functional.normalize(
                     torch.randn(len(table), INSIDE, dtype=torch.float64, generator=draw), dim=-1
@@ -87,7 +87,7 @@ def subspace_model(share: float) -> GPT2LMHeadModel:
                 @ inside.T
             )
             table.copy_(
-                size * (points + 0.02 * torch.randn(len(table), dim, dtype=torch.float64, generator=draw) @ off)
+                size * (points + 0.002 * torch.randn(len(table), dim, dtype=torch.float64, generator=draw) @ off)
             )
         mlp = model.transformer.h[0].mlp
         mlp.c_fc.weight.copy_(torch.eye(dim))
