@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.subject import Subject as Subject
     from helmscope.models.watch import Site as Site
+    from helmscope.observe import kernel as kernel
+    from helmscope.observe import rank as rank
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy

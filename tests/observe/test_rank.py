@@ -14,20 +14,20 @@ from support import oracles
 F64 = torch.float64
 SIZES = [(1, 3), (2, 2), (3, 6), (6, 3)]
 RANKS = {
-    "entropy": (hs.observe.effective_rank, oracles.effective_rank),
-    "participation": (hs.observe.participation_ratio, oracles.participation_ratio),
-    "stable": (hs.observe.stable_rank, oracles.stable_rank),
-    "nuclear": (hs.observe.nuclear_rank, oracles.nuclear_rank),
+    "entropy": (hs.rank.effective_rank, oracles.effective_rank),
+    "participation": (hs.rank.participation_ratio, oracles.participation_ratio),
+    "stable": (hs.rank.stable_rank, oracles.stable_rank),
+    "nuclear": (hs.rank.nuclear_rank, oracles.nuclear_rank),
 }
 RESIDUALS = {
-    "frobenius": (hs.observe.collapse_residual_frobenius, oracles.collapse_residual_frobenius),
-    "composite": (hs.observe.collapse_residual_composite, oracles.collapse_residual_composite),
+    "frobenius": (hs.rank.collapse_residual_frobenius, oracles.collapse_residual_frobenius),
+    "composite": (hs.rank.collapse_residual_composite, oracles.collapse_residual_composite),
     "relative frobenius": (
-        partial(hs.observe.collapse_residual_frobenius, relative=True),
+        partial(hs.rank.collapse_residual_frobenius, relative=True),
         partial(oracles.collapse_residual_frobenius, relative=True),
     ),
     "relative composite": (
-        partial(hs.observe.collapse_residual_composite, relative=True),
+        partial(hs.rank.collapse_residual_composite, relative=True),
         partial(oracles.collapse_residual_composite, relative=True),
     ),
 }
@@ -81,24 +81,24 @@ def test_numerical_rank_is_the_oracle(tol):
     if tol > 0:  # at 0, rounding alone decides about a rank-deficient cloud
         clouds += [plane(6, 5), circle(0.3, 0.3, 0.3 + math.pi)]
     for cloud in clouds:
-        assert hs.observe.numerical_rank(cloud, tol=tol).item() == oracles.numerical_rank(cloud.tolist(), tol)
+        assert hs.rank.numerical_rank(cloud, tol=tol).item() == oracles.numerical_rank(cloud.tolist(), tol)
     x = hs.Uniform(4, 3).sample(3, seed=1)
     loops = [oracles.numerical_rank(cloud[mask].tolist(), 0.1) for cloud, mask in zip(x, MASK, strict=True)]
-    assert hs.observe.numerical_rank(x, tol=0.1, weights=MASK).tolist() == loops
+    assert hs.rank.numerical_rank(x, tol=0.1, weights=MASK).tolist() == loops
 
 
 def test_closed_forms():
     # two tokens at the angle a have singular values sqrt(1 +- cos a)
     a = 0.7
     pair, c = circle(0.2, 0.2 + a), math.cos(a)
-    assert hs.observe.stable_rank(pair).item() == pytest.approx(2 / (1 + c), rel=1e-15, abs=0)
-    assert hs.observe.participation_ratio(pair).item() == pytest.approx(2 / (1 + c * c), rel=1e-15, abs=0)
-    assert hs.observe.nuclear_rank(pair).item() == pytest.approx(1 + math.tan(a / 2), rel=1e-15, abs=0)
+    assert hs.rank.stable_rank(pair).item() == pytest.approx(2 / (1 + c), rel=1e-15, abs=0)
+    assert hs.rank.participation_ratio(pair).item() == pytest.approx(2 / (1 + c * c), rel=1e-15, abs=0)
+    assert hs.rank.nuclear_rank(pair).item() == pytest.approx(1 + math.tan(a / 2), rel=1e-15, abs=0)
     p = 1 / (1 + math.tan(a / 2))
     entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
-    assert hs.observe.effective_rank(pair).item() == pytest.approx(math.exp(entropy), rel=1e-14, abs=0)
+    assert hs.rank.effective_rank(pair).item() == pytest.approx(math.exp(entropy), rel=1e-14, abs=0)
     # |x - y| = 2 sin(a / 2), and each lies half of that from the mean
-    assert hs.observe.collapse_residual_frobenius(pair).item() == pytest.approx(
+    assert hs.rank.collapse_residual_frobenius(pair).item() == pytest.approx(
         math.sqrt(2) * math.sin(a / 2), rel=1e-14, abs=0
     )
 
@@ -155,14 +155,14 @@ X = hs.Uniform(4, 3).sample(3, seed=0)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.observe.numerical_rank(X, tol=-1e-6), "tol is -1e-06.*>= 0"),
-        (lambda: hs.observe.numerical_rank(X, tol=math.inf), "tol is inf.*finite"),
+        (lambda: hs.rank.numerical_rank(X, tol=-1e-6), "tol is -1e-06.*>= 0"),
+        (lambda: hs.rank.numerical_rank(X, tol=math.inf), "tol is inf.*finite"),
         *((lambda f=f: f(2 * X), "x holds a token of norm 2.*unit sphere") for f, _ in SMOOTH.values()),
         *((lambda f=f: f(X, weights=-MASK.double()), "weights holds the entry -1.*>= 0") for f, _ in SMOOTH.values()),
-        (lambda: hs.observe.stable_rank(X, weights=MASK[:2]), r"weights .*\(2, 4\).*\(3, 4\)"),
-        (lambda: hs.observe.effective_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
-        (lambda: hs.observe.effective_rank(X[0].tolist()), "x is a list.*tensor"),
-        (lambda: hs.observe.collapse_residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
+        (lambda: hs.rank.stable_rank(X, weights=MASK[:2]), r"weights .*\(2, 4\).*\(3, 4\)"),
+        (lambda: hs.rank.effective_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
+        (lambda: hs.rank.effective_rank(X[0].tolist()), "x is a list.*tensor"),
+        (lambda: hs.rank.collapse_residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):
