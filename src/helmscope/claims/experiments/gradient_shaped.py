@@ -27,7 +27,7 @@ FULL_WRITE = 1.0
 NO_WRITES = "its half-steps write nothing at any token, so that no write has a direction"
 
 
-@experiment("gradient-shaped", seconds={"model": 240})
+@experiment("gradient-shaped", seconds={"model": 115})
 def gradient_shaped(case: TrialCase) -> Finding:
     """The cosine of every write with minus the loss gradient at the state to which it is added (s = 0), the mean over
     tokens and half-steps; one value per prompt. Described: the cosine at the other scales of the write.

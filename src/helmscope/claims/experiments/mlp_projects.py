@@ -27,7 +27,7 @@ LOG = LogScale()
 NO_GROWTH = "the MLPs write nothing, so that no perturbation grows or shrinks and no half-step has a defect"
 
 
-@experiment("mlp-projects", seconds={"model": 60})
+@experiment("mlp-projects", seconds={"model": 100})
 def mlp_projects(case: TrialCase) -> Finding:
     """The growth of small perturbations of the direction of a token off the local token cloud over that of
     perturbations along it, over the MLP half-steps, their geometric mean; one value per prompt. The defect of

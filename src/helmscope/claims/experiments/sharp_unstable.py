@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOG = LogScale()
 
 
-@experiment("sharp-unstable", seconds={"model": 100})
+@experiment("sharp-unstable", seconds={"model": 150})
 def sharp_unstable(case: TrialCase) -> Finding:
     """The ratio of the damage of high-frequency perturbations to that of low-frequency ones of equal norm per prompt,
     at the input of several layers; its geometric mean over them, one value per prompt. Described: the same with equal
