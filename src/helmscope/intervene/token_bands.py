@@ -57,7 +57,8 @@ def token_basis(tokens: int) -> Float[Tensor, "tokens tokens"]:
     waves = torch.where(k % 2 == 1, phase.cos(), phase.sin())
     waves[:, 0] = 1.0
     alone = (k == 0) | (frequencies == 1)
-    return waves * torch.where(alone, 1.0, 2.0).double().sqrt() / tokens**0.5
+    basis: Tensor = waves * torch.where(alone, 1.0, 2.0).double().sqrt() / tokens**0.5
+    return basis
 
 
 @full_precision
@@ -97,8 +98,9 @@ def check_has_frequency(name: str, band: tuple[float, float], tokens: int, text:
     """
     frequencies = token_frequencies(max(tokens, 1))
     if not tokens or not bool(_inside(frequencies, *band).any()):
-        shown = ", ".join(f"{value:g}" for value in frequencies.unique().tolist()[:6])
-        more = ", ..." if len(frequencies.unique()) > 6 else ""
+        distinct = sorted(set(frequencies.tolist()))
+        shown = ", ".join(f"{value:g}" for value in distinct[:6])
+        more = ", ..." if len(distinct) > 6 else ""
         raise HelmscopeError(
             f"{name} is ({band[0]:g}, {band[1]:g}), but text {text} has {pluralized(tokens, 'visible token')} and only "
             f"the frequencies {shown}{more}"
@@ -158,7 +160,8 @@ class PerturbBand(SiteEdit):
         delta = (waves @ torch.from_numpy(drawn)).to(state.device)
         axes = (-1,) if self.per_token else (-2, -1)
         size, length = (torch.linalg.vector_norm(each, dim=axes, keepdim=True) for each in (state, delta))
-        return delta * (self.relative * size / length)
+        scaled: Tensor = delta * (self.relative * size / length)
+        return scaled
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -121,12 +121,13 @@ def directional_growth(
     radius = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
 
     def turned(tangent: Tensor) -> Tensor:
-        y, dy = torch.func.jvp(half_step, (z,), (radius * tangent,))
+        y, dy = torch.func.jvp(half_step, (z,), (radius * tangent,))[:2]
         length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         change: Tensor = project(y / length, dy) / length
         return change
 
-    return torch.linalg.vector_norm(torch.func.vmap(turned)(w), dim=-1)
+    growth: Tensor = torch.linalg.vector_norm(torch.func.vmap(turned)(w), dim=-1)
+    return growth
 
 
 def idempotence_defect(half_step: Map, z: Float[Tensor, "tokens d"]) -> Float[Tensor, " tokens"]:
@@ -271,7 +272,7 @@ def _measured(
         )
     draw = np.random.default_rng([seed, STREAM, step.layer])
     cloud, parts = retract(step.states[members]), []
-    for part in torch.arange(len(z), device=z.device).split(BLOCK):
+    for part in torch.split(torch.arange(len(z), device=z.device), BLOCK):
         hidden = prompts[part].unsqueeze(-1) == owner
         near = local_cloud(retract(z[part]), cloud, neighbors=neighbors, dims=dims, hidden=hidden)
         parts.append(_of_tokens(step if share is None else _toward(step, near, z[part], share), near, z[part], draw))
@@ -313,7 +314,8 @@ def _toward(step: _HalfStep, near: LocalCloud, z: Tensor, share: float) -> _Half
     def half_step(state: Tensor) -> Tensor:
         moved = state - center
         inside = ((moved * near.axes).sum(-1, keepdim=True) * near.axes).sum(0)
-        return state - share * (moved - inside)
+        planted: Tensor = state - share * (moved - inside)
+        return planted
 
     return replace(step, map=half_step)
 

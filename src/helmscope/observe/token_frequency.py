@@ -92,7 +92,7 @@ def token_frequency(
     damage = damage_under_edits(recording, edits, progress=progress)
     axes, shape = ("band", "layer", "prompt"), (len(wanted), len(chosen), count, -1)
     data = {
-        name: damage[name] if name.endswith("_null") else _mean_over_draws(damage[name], axes, shape)
+        name: damage[name] if str(name).endswith("_null") else _mean_over_draws(damage[name], axes, shape)
         for name in damage.data_vars
     }
     coords = {"band": list(wanted), "layer": chosen} | {name: damage.coords[name] for name in _of_prompts(damage)}

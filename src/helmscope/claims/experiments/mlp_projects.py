@@ -90,7 +90,8 @@ def _measured(recording: Recording, case: TrialCase, *, planted_share: float | N
 
 def _over_layers(values: xr.DataArray) -> np.ndarray:
     """The geometric mean over half-steps, by prompt."""
-    return np.asarray(np.exp(np.log(values).mean("layer").values))
+    logs = np.log(values.transpose("layer", ...).values)
+    return np.asarray(np.exp(logs.mean(0)))
 
 
 def _evidence(values: np.ndarray) -> Evidence:
