@@ -161,3 +161,8 @@ if TYPE_CHECKING:
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
+    from helmscope.observe.token_frequency import token_frequency as token_frequency
+    from helmscope.observe.track import track as track
+    from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
