@@ -24,7 +24,7 @@ from support.children import run_python
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift"),
+    *("attention-clusters", "attention-diffuses", "breathing", "clt-sharp", "convex-hull", "curvature-drift"),
     *("diffuse-then-compress", "elliptic"),
     *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
     *(
