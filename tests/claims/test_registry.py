@@ -24,7 +24,7 @@ from support.children import run_python
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("attention-clusters", "attention-diffuses", "clt-sharp", "convex-hull", "curvature-drift"),
+    *("attention-clusters", "attention-diffuses", "breathing", "clt-sharp", "convex-hull", "curvature-drift"),
     *("diffuse-then-compress", "early-fragile", "elliptic"),
     *("encoder-decoder", "energy-rises", "entropy-identity", "extremes", "finite-time", "free-energy-descends"),
     *(
@@ -38,10 +38,11 @@ TRIED = (
         "low-coherence",
         "mean-field-limit",
     ),
-    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),
+    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mlp-projects", "mobility"),
+    "no-mean-drift",
     *("norm-confines", "one-cluster"),
     *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
-    *("sinks-are-anchors", "small-steps"),
+    *("sharp-unstable", "sinks-are-anchors", "small-steps"),
     *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )
 

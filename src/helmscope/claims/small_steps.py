@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from helmscope.claims.entry import SubjectKind
 from helmscope.claims.evidence import PremiseImpossible, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
@@ -20,7 +22,6 @@ from helmscope.observe.depth_steps import depth_steps
 from helmscope.types import Ruling
 
 if TYPE_CHECKING:
-    import numpy as np
     import xarray as xr
 
     from helmscope.claims.evidence import Evidence
@@ -145,3 +146,15 @@ def silenced(recording: Recording) -> Recording:
     True
     """
     return recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
+
+
+def spaced_layers(recording: Recording, count: int) -> list[int]:
+    """``count`` layers of a recording, evenly spaced from the first to the last; all of them if there are fewer.
+
+    >>> from helmscope.models.record import record
+    >>> spaced_layers(record("A", ["Once upon a time"]), 4)
+    [0, 4, 7, 11]
+    """
+    numbers = list(recording.layers)
+    places = np.linspace(0, len(numbers) - 1, min(count, len(numbers))).round().astype(int)
+    return [numbers[place] for place in places]

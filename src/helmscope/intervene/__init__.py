@@ -28,5 +28,10 @@ if TYPE_CHECKING:
     from helmscope.intervene.states import Add as Add
     from helmscope.intervene.states import Patch as Patch
     from helmscope.intervene.states import Replace as Replace
+    from helmscope.intervene.token_bands import PerturbBand as PerturbBand
+    from helmscope.intervene.token_bands import ScaleLogits as ScaleLogits
+    from helmscope.intervene.token_bands import band_share as band_share
+    from helmscope.intervene.token_bands import token_basis as token_basis
+    from helmscope.intervene.token_bands import token_frequencies as token_frequencies
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from helmscope.observe.bistochasticity import balanced_kernel as balanced_kernel
     from helmscope.observe.bistochasticity import bistochasticity as bistochasticity
     from helmscope.observe.bistochasticity import causal_uniform_column_sums as causal_uniform_column_sums
+    from helmscope.observe.cloud_projection import cloud_projection as cloud_projection
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -169,6 +170,7 @@ if TYPE_CHECKING:
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
+    from helmscope.observe.token_frequency import token_frequency as token_frequency
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
 

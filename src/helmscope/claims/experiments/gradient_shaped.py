@@ -11,8 +11,8 @@ from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Repl
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.intervene.edit import Edit
 from helmscope.models.watch import Site
 from helmscope.observe.gradient_shape import gradient_shape, loss_gradient
@@ -27,7 +27,7 @@ FULL_WRITE = 1.0
 NO_WRITES = "its half-steps write nothing at any token, so that no write has a direction"
 
 
-@experiment("gradient-shaped", seconds={"model": 240})
+@experiment("gradient-shaped", seconds={"model": 115})
 def gradient_shaped(case: TrialCase) -> Finding:
     """The cosine of every write with minus the loss gradient at the state to which it is added (s = 0), the mean over
     tokens and half-steps; one value per prompt. Described: the cosine at the other scales of the write.
@@ -43,14 +43,16 @@ def gradient_shaped(case: TrialCase) -> Finding:
     deciding = float(case.constant("deciding_scale"))
     scales = [deciding, FULL_WRITE] if case.quick else case.constant("scales")
     recording = case.subject.recording_of(prompts.texts)
-    shape = gradient_shape(recording, scales=scales, seed=case.seed_for(0), progress=False)
+    layers = spaced_layers(recording, case.constant("layers_quick")) if case.quick else list(recording.layers)
+    shape = gradient_shape(recording, scales=scales, layers=layers, seed=case.seed_for(0), progress=False)
     at_start = shape.sel(scale=deciding)
     cosine = _by_prompt(at_start.cosine)
     if not np.isfinite(cosine).all():
         return Finding.impossible(NO_WRITES)
-    contrast = TwinContrast(cosine, _twins(case, prompts.texts[: _twin_prompts(case)], deciding))
+    few = prompts.texts[: _twin_prompts(case)]
+    contrast = TwinContrast(cosine, _twins(case, few, layers, deciding))
     first, second = (_by_prompt(at_start.cosine_permuted.isel(draw=k)) for k in (0, 1))
-    silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
+    on_few = case.subject.recording_of(few)
     return Finding(
         evidence={
             "cosine": Replicates(cosine, "prompts"),
@@ -58,14 +60,15 @@ def gradient_shaped(case: TrialCase) -> Finding:
             "above the twins": PairedDifferences(contrast.differences.mean(0), "prompts"),
         },
         controls={
-            "blocks that write nothing": _silent(silent, deciding),
-            "a step down the gradient": Replicates(_down_the_gradient(recording, deciding), "prompts"),
+            "blocks that write nothing": _silent(silenced(on_few), deciding),
+            "a step down the gradient": Replicates(_down_the_gradient(on_few, deciding), "prompts"),
             "one permutation against another": PairedDifferences(first - second, "prompts"),
         },
         described=contrast.described("cosine") | _other_scales(shape, deciding),
         data=_curves(shape, deciding),
         remark=_remark(shape, contrast, deciding, quick=case.quick),
-        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; twins on {contrast.twins.shape[1]} of them",
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; twins and two controls on "
+        f"{len(few)} of them",
         shortage=prompts.alike,
     )
 
@@ -79,16 +82,16 @@ def _twin_prompts(case: TrialCase) -> int:
     return int(case.constant("twin_prompts_quick" if case.quick else "twin_prompts"))
 
 
-def _twins(case: TrialCase, texts: tuple[object, ...], scale: float) -> np.ndarray:
+def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int], scale: float) -> np.ndarray:
     """Cosines of the untrained twins, over (twin, prompt)."""
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=texts)
-    shapes = (gradient_shape(each, scales=[scale], progress=False) for each in twins)
+    shapes = (gradient_shape(each, scales=[scale], layers=layers, progress=False) for each in twins)
     return np.stack([_by_prompt(shape.cosine.sel(scale=scale)) for shape in shapes])
 
 
 def _silent(recording: Recording, scale: float) -> Evidence:
     """The cosine where blocks write nothing, which has no direction."""
-    layers = [recording.layers[0]]
+    layers = [recording.layers[-1]]
     shape = gradient_shape(recording, scales=[scale], layers=layers, progress=False)
     cosine = _by_prompt(shape.cosine.sel(scale=scale))
     return Replicates(cosine, "prompts") if np.isfinite(cosine).all() else PremiseImpossible(NO_WRITES)
@@ -124,7 +127,7 @@ def _remark(shape: xr.Dataset, contrast: TwinContrast, deciding: float, *, quick
     by_step = shape.cosine.sel(scale=deciding).mean("prompt")
     null = shape.cosine_null.sel(scale=deciding).mean("prompt")
     full = shape.cosine.sel(scale=FULL_WRITE).mean("prompt")
-    left_out = " The scales between 0 and 1: not tried in quick." if quick else ""
+    left_out = " Other layers and the scales between 0 and 1: not tried in quick." if quick else ""
     return (
         f"Over half-steps the mean cosine runs from {float(by_step.min()):.3f} to {float(by_step.max()):.3f}, that of "
         f"permuted writes from {float(null.min()):.3f} to {float(null.max()):.3f}; untrained twins have "

@@ -1,0 +1,134 @@
+"""sharp-unstable: perturbations of high frequency along the tokens do more damage than those of low frequency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from helmscope.claims.curves import curve
+from helmscope.claims.evidence import PairedDifferences, Replicates, Undecided
+from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced, spaced_layers
+from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.intervene.token_bands import ScaleLogits
+from helmscope.observe.damage import damage_under_edits
+from helmscope.observe.token_frequency import token_frequency
+from helmscope.stats.scales import LogScale
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from helmscope.claims.evidence import Evidence
+    from helmscope.models.recording import Recording
+
+LOG = LogScale()
+
+
+@experiment("sharp-unstable", seconds={"model": 150})
+def sharp_unstable(case: TrialCase) -> Finding:
+    """The ratio of the damage of high-frequency perturbations to that of low-frequency ones of equal norm per prompt,
+    at the input of several layers; its geometric mean over them, one value per prompt. Described: the same with equal
+    norms at every token, and the damage of sharper over that of more diffuse attention.
+    """
+    unmet = case.subject.unmet_premise("lens", "resume", "kernel", causal=True, head=True)
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
+    layers = spaced_layers(recording, case.count(case.constant("layers"), quick=case.constant("layers_quick")))
+    damage = _damage(recording, case, layers, "low", "high", "high again")
+    ratio = _ratio(damage, "high", "low")
+    silent = _damage(silenced(recording), case, layers[-1:], "low", "high")
+    contrast = TwinContrast(ratio, _twins(case, prompts.texts[: _twin_prompts(case)], layers))
+    described = contrast.described("damage ratio")
+    described["log of the damage ratio"] = PairedDifferences(np.log(ratio), "prompts")
+    if not case.quick:
+        matched = _damage(recording, case, layers, "low", "high", per_token=True)
+        described["damage ratio, norms equal at every token"] = _evidence(_ratio(matched, "high", "low"))
+    temperature = _temperature(recording, case.constant("temperature_factor"))
+    return Finding(
+        evidence={"damage ratio": _evidence(ratio), "temperature": temperature},
+        controls={
+            "blocks that write nothing": _evidence(_ratio(silent, "high", "low")),
+            "high against high": _evidence(_ratio(damage, "high again", "high")),
+        },
+        described=described,
+        data=_curves(damage),
+        remark=_remark(damage, contrast, quick=case.quick),
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; perturbed at the input of layers "
+        f"{', '.join(map(str, layers))}, {damage.attrs['draws']} draws each; twins on {contrast.twins.shape[1]} of the "
+        "prompts",
+        shortage=prompts.alike,
+    )
+
+
+def _damage(
+    recording: Recording, case: TrialCase, layers: list[int], *names: str, per_token: bool = False
+) -> xr.Dataset:
+    """The damage of perturbations of the low band, the high band, and of independent draws of it."""
+    bands = {name: case.constant("low_band" if name == "low" else "high_band") for name in names}
+    return token_frequency(
+        recording,
+        bands=bands,
+        relative=case.constant("relative_norm"),
+        layers=layers,
+        draws=case.count(case.constant("seeds"), quick=case.constant("seeds_quick")),
+        per_token=per_token,
+        seed=case.seed_for(0),
+        progress=False,
+    )
+
+
+def _ratio(damage: xr.Dataset, over: str, under: str) -> np.ndarray:
+    """The ratio of the damages of two bands, the geometric mean over layers, by prompt."""
+    logs = np.log(damage.kl.sel(band=over).values) - np.log(damage.kl.sel(band=under).values)
+    return np.asarray(np.exp(logs.mean(0)))
+
+
+def _evidence(values: np.ndarray) -> Evidence:
+    return Replicates(values, "prompts", scale=LOG)
+
+
+def _twin_prompts(case: TrialCase) -> int:
+    return int(case.constant("twin_prompts_quick" if case.quick else "twin_prompts"))
+
+
+def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int]) -> np.ndarray:
+    """Damage ratios of the untrained twins, over (twin, prompt)."""
+    twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=texts)
+    return np.stack([_ratio(_damage(each, case, layers, "low", "high"), "high", "low") for each in twins])
+
+
+def _temperature(recording: Recording, factor: float) -> Evidence:
+    """The damage with the logits of attention in all layers times ``factor``, over that with them divided by it."""
+    edits = {"sharper": ScaleLogits(factor=factor), "diffuse": ScaleLogits(factor=1 / factor)}
+    damage = damage_under_edits(recording, edits, progress=False).kl
+    sharper, diffuse = (damage.sel(edit=name).values for name in edits)
+    if not ((sharper > 0) & (diffuse > 0)).all():
+        return Undecided("there are prompts on which the scale of the logits of attention changes no prediction")
+    return _evidence(sharper / diffuse)
+
+
+def _curves(damage: xr.Dataset) -> xr.Dataset:
+    """The damage by layer and band."""
+    bands = ["low", "high"]
+    values = damage.kl.sel(band=bands).transpose("prompt", "layer", "band").values
+    label = "divergence of the next-token law (nats)"
+    return curve("kl", values, {"layer": damage.layer.values.tolist(), "band": bands}, label=label, over="prompt")
+
+
+def _remark(damage: xr.Dataset, contrast: TwinContrast, *, quick: bool) -> str:
+    low, high = (damage.kl.sel(band=band).mean("prompt").values for band in ("low", "high"))
+    ratios = high / low
+    twins = float(np.exp(np.log(contrast.twins).mean()))
+    left_out = " Norms equal at every token: not tried in quick." if quick else ""
+    return (
+        f"Damage at low frequency is {low.min():.3g} to {low.max():.3g} nats over layers, and that at high frequency "
+        f"{ratios.min():.2f} to {ratios.max():.2f} times as large. In untrained twins it is {twins:.2f} times as "
+        f"large.{left_out}"
+    )
