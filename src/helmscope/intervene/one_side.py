@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from helmscope.models.tap import Attended, Call
     from helmscope.models.watch import EditContext
 
-ORDINARY = (Site.QUERY, Site.KEY)
-
 
 class OneSidedEdit(SiteEdit):
     """Base of edits of queries or keys with a strength: a number, or one number for every layer, text and key head."""
 
-    allowed = ORDINARY
+    allowed = (Site.QUERY, Site.KEY)
     strength: float | Float[Tensor, "layer batch kv_heads"]
 
     def __post_init__(self) -> None:
@@ -59,6 +57,10 @@ class OneSidedEdit(SiteEdit):
     @abstractmethod
     def changed(self, value: Tensor, context: EditContext) -> Float[Tensor, "rows heads n r"]:
         """f(x), the vectors under the full change."""
+
+    @abstractmethod
+    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Self:
+        """The edit with its strength multiplied by factors."""
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
         """x + t (f(x) - x)."""
@@ -146,6 +148,14 @@ class Normalize(OneSidedEdit):
         size = self.lengths[context.layer][:, None, None].to(value)
         return center + size * torch.nn.functional.normalize(value - center, dim=-1, eps=1e-30)
 
+    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Normalize:
+        """The edit with its strength multiplied by factors.
+
+        >>> Normalize().times(torch.full((1, 1, 1), 0.5)).strength.item()
+        0.5
+        """
+        return replace(self, strength=factors * self.strength)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Blur(OneSidedEdit):
@@ -192,6 +202,14 @@ class Blur(OneSidedEdit):
             mass[lag:] += weight
         return total / mass
 
+    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Blur:
+        """The edit with its strength multiplied by factors.
+
+        >>> Blur().times(torch.full((1, 1, 1), 0.5)).strength.item()
+        0.5
+        """
+        return replace(self, strength=factors * self.strength)
+
 
 Queries = TypeVar("Queries", bound=OneSidedEdit)
 Keys = TypeVar("Keys", bound=OneSidedEdit)
@@ -223,10 +241,7 @@ def matched_sides(recording: Recording, queries: Queries, keys: Keys) -> tuple[Q
     variances = [torch.stack([torch.cat(chunks) for chunks in side]) for side in observer.found]
     smaller = torch.minimum(*variances)
     factors = [torch.where(each > 0, (smaller / each.clamp(min=1e-300)).sqrt(), 0.0) for each in variances]
-    return (
-        replace(queries, strength=factors[0] * queries.strength),
-        replace(keys, strength=factors[1] * keys.strength),
-    )
+    return queries.times(factors[0]), keys.times(factors[1])
 
 
 class _Moments(Observer):
@@ -288,4 +303,4 @@ class _LogitVariances(Observer):
         for side, change in zip(self.found, changes, strict=True):
             mean = (weights * change).sum(-1, keepdim=True)
             variance = (share * (weights * (change - mean).square()).sum(-1)).sum(-1)
-            side[layer].append(variance.unflatten(1, (-1, call.repeats)).mean(2).double())
+            side[layer].append(variance.reshape(len(variance), -1, call.repeats).mean(2).double())

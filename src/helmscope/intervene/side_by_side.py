@@ -51,9 +51,7 @@ class SideBySide(AbstractEdit):
         if not lists:
             raise HelmscopeError("lists is empty, but it must hold at least one list of edits")
         if runner.encoder is not None and len(lists) > 1:
-            raise HelmscopeError(
-                f"lists holds {len(lists)} lists of edits, but a decoder that reads an encoder runs one"
-            )
+            raise HelmscopeError(f"lists holds {len(lists)} lists, but a decoder that reads an encoder runs only one")
         batch, counted, visible = runner.batch.rows(rows), runner.batch.counted, runner.batch.visible
         of = Chunk(
             rows=slice(rows.start, rows.start + len(batch)),

@@ -107,14 +107,9 @@ def _matrix(
         f"layer {layer} has a {site.value} that is not the output of one linear module inside attention, so that its "
         "matrix cannot be read"
     )
-    module = next(
-        (
-            m
-            for m, first in offsets.items()
-            if bool(((labels >= first) & (labels < first + outputs[m].shape[-1])).all())
-        ),
-        None,
-    )
+    sizes = {module: outputs[module].shape[-1] for module in offsets}
+    holds = (m for m, first in offsets.items() if bool(((labels >= first) & (labels < first + sizes[m])).all()))
+    module = next(holds, None)
     scale = scales.flatten()[0]
     if module is None or not bool((scales == scale).all()) or not bool(scale != 0):
         raise refused

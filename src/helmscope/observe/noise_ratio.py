@@ -37,7 +37,8 @@ def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
     """
     kl = _checked(noise).kl.mean(over)
     query, key = kl.sel(site="query", drop=True), kl.sel(site="key", drop=True)
-    return (key / query.where(query > 0)).assign_attrs(RATIO)
+    ratio: xr.DataArray = key / query.where(query > 0)
+    return ratio.assign_attrs(RATIO)
 
 
 def damage_slope(noise: xr.Dataset) -> xr.DataArray:
@@ -54,7 +55,8 @@ def damage_slope(noise: xr.Dataset) -> xr.DataArray:
     if kl.sizes["sigma"] < 2:
         raise HelmscopeError(f"noise has {kl.sizes['sigma']} sizes > 0, but a slope needs at least 2")
     x = np.log(kl.sigma) - np.log(kl.sigma).mean()
-    return (x * np.log(kl.where(kl > 0))).sum("sigma", skipna=False) / (x**2).sum()
+    slope: xr.DataArray = (x * np.log(kl.where(kl > 0))).sum("sigma", skipna=False) / (x**2).sum()
+    return slope
 
 
 def at_equal_damage(noise: xr.Dataset) -> xr.Dataset:

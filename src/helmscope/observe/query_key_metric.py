@@ -29,7 +29,7 @@ transports rotate every plane by the angle a; and 0 whenever all O_h are symmetr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -160,7 +160,8 @@ def symmetric_eigenvalues(
     triangle = torch.linalg.qr(both.mT, mode="r").R  # both^T = Q R
     first, second = triangle.split(left.shape[-2], -1)
     form = first @ second.mT
-    return torch.linalg.eigvalsh((form + form.mT) / 2)
+    values: Tensor = torch.linalg.eigvalsh((form + form.mT) / 2)
+    return values
 
 
 @full_precision
@@ -187,7 +188,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
 
     >>> from helmscope import record
     >>> metric = query_key_metric(record("A", ["Once upon a time"]))
-    >>> metric.symmetric_share.dims, round(float(metric.symmetric_share_null), 4), int(metric.positive.max())
+    >>> metric.symmetric_share.dims, round(float(metric.symmetric_share_null[0]), 4), int(metric.positive.max())
     (('layer', 'head'), 0.5026, 32)
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in NAMES}
@@ -209,7 +210,8 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         )
         for name, text in NAMES.items()
     }
-    nulls = {"symmetric_share_null": (forms[0].dim + 1) / (2 * forms[0].dim), "alignment_null": 0.0}
+    null = ("layer", [(each.dim + 1) / (2 * each.dim) for each in forms])
+    nulls: dict[str, Any] = {"symmetric_share_null": null, "alignment_null": 0.0}
     coords = {"layer": list(range(len(forms))), "head": list(range(len(forms[0].queries)))}
     attributes = {"model": recording.origin.title, "title": "query-key metric"}
     return check_replicates(xr.Dataset(data | nulls, coords, attributes), "layer")
@@ -278,9 +280,8 @@ def triangle_defect(forms: HeadForms, weights: Float[Tensor, "3 heads"]) -> floa
 def _corners(recording: Recording, triangles: int, seed: int) -> Int[np.ndarray, "prompt triangle 3"]:
     """Three different visible tokens of each prompt for each triangle, the latest first; -1 where there are none."""
     visible, n = recording.visible, recording.trajectory.states.shape[2]
-    places = [
-        np.arange(n) if visible is None else np.flatnonzero(visible[k].cpu()) for k in range(len(recording.batch))
-    ]
+    prompts = range(len(recording.batch))
+    places = [np.arange(n) if visible is None else np.flatnonzero(visible[k].cpu()) for k in prompts]
     if all(len(each) < 3 for each in places):
         raise HelmscopeError("recording holds no text with 3 visible tokens, but a triangle needs as many")
     corners = np.full((len(places), triangles, 3), -1)

@@ -164,7 +164,7 @@ def query_key_noise_by_layer(
     (('layer', 'site', 'draw', 'prompt'), 12)
     """
     report = check_progress(progress)
-    found = []
+    found: list[xr.Dataset] = []
     for layer in recording.layers:
         begin = len(found) / len(recording.layers)
         one = query_key_noise(
@@ -231,7 +231,7 @@ class _NoiseTrial:
         draws: Sequence[int],
     ) -> list[np.ndarray]:
         """The damage of each draw of noise, as many draws in one forward as the batch size allows."""
-        runner, found = self.recording.runner, []
+        runner, found = self.recording.runner, list[np.ndarray]()
         count = rows.stop - rows.start
         together = max(1, runner.batch_size // count)
         together = max(1, min(together, LOGITS_PER_FORWARD // plain[0].numel()))
@@ -271,6 +271,7 @@ class _NoiseTrial:
             return [CenteredKeyNoise(self.layers, relative=sigma, seed=seed)]
         if form is NoiseForm.MATCHED:
             assert self.matched is not None
+            assert self.matched.sigma is not None
             return [MatchedQueryNoise(self.layers, sigma * self.matched.sigma, seed)]
         return [Perturb(self.layers, site=site, relative=sigma, seed=seed)]
 

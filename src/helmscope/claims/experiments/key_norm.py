@@ -75,28 +75,26 @@ def _matched(
     """The change of the queries and that of the keys, at matched strengths, by name."""
     found: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {}
     if "normalized" in changes:
-        queries, keys = (
-            Normalize.of(recording, site=site, centered=site is Site.KEY) for site in (Site.QUERY, Site.KEY)
-        )
+        queries, keys = Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY, centered=True)
         found["normalized"] = matched_sides(recording, queries, keys)
     if "blurred" in changes:
         found["blurred"] = matched_sides(recording, *_blurs(case))
     return found
 
 
-def _blurs(case: TrialCase) -> list[Blur]:
-    return [Blur(site=site, kernel=case.constant("kernel")) for site in (Site.QUERY, Site.KEY)]
+def _blurs(case: TrialCase) -> tuple[Blur, Blur]:
+    kernel = case.constant("kernel")
+    return Blur(site=Site.QUERY, kernel=kernel), Blur(site=Site.KEY, kernel=kernel)
 
 
 def _ratios(recording: Recording, changes: dict[str, tuple[OneSidedEdit, OneSidedEdit]]) -> dict[str, np.ndarray]:
     """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
-    edits = {(name, side): edit for name, pair in changes.items() for side, edit in enumerate(pair)}
-    kl = damage_under_edits(
-        recording, {f"{name} {side}": edit for (name, side), edit in edits.items()}, progress=False
-    ).kl
+    edits = {f"{name} {side}": edit for name, pair in changes.items() for side, edit in enumerate(pair)}
+    kl = damage_under_edits(recording, edits, progress=False).kl
+    queries = {name: kl.sel(edit=f"{name} 0").values for name in changes}
     return {
-        name: np.asarray((kl.sel(edit=f"{name} 1") / kl.sel(edit=f"{name} 0").where(lambda each: each > 0)).values)
-        for name in changes
+        name: np.asarray(kl.sel(edit=f"{name} 1").values / np.where(of_queries > 0, of_queries, np.nan))
+        for name, of_queries in queries.items()
     }
 
 
@@ -133,8 +131,11 @@ def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
     """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
     if case.quick:
         return {}
-    lengths = [Normalize.of(recording, site=site) for site in (Site.QUERY, Site.KEY)]
-    ratios = _ratios(recording, {"normalized": (lengths[0], lengths[1]), "blurred": tuple(_blurs(case))})
+    full: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {
+        "normalized": (Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY)),
+        "blurred": _blurs(case),
+    }
+    ratios = _ratios(recording, full)
     return {f"ratio, {name}, as printed": Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()}
 
 

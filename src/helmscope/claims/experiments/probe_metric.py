@@ -53,6 +53,7 @@ def probe_metric(case: TrialCase) -> Finding:
         return Finding.impossible(NO_DAMAGE)
     others, left_out = _other_forms(case, recording)
     contrast = _twins(case, prompts.texts, ratio)
+    by_draw = key_query_ratio(deciding, over="prompt").values
     printed_ratio = key_query_ratio(printed)
     return Finding(
         evidence={"matched ratio": Replicates(ratio, "prompts", LogScale())},
@@ -63,9 +64,7 @@ def probe_metric(case: TrialCase) -> Finding:
             "slope of damage": _slopes(case, matched),
         },
         described={
-            "matched ratio, over draws": Replicates(
-                key_query_ratio(deciding, over="prompt").values, "draws", LogScale()
-            ),
+            "matched ratio, over draws": Replicates(by_draw, "draws", LogScale()),
             **_at_every_size("matched", matched),
             **_at_every_size("as printed, activations", printed),
             **_described_forms(others, matched),
@@ -205,11 +204,9 @@ def _kinds(matched: xr.Dataset) -> dict[str, Evidence]:
     equal = at_equal_damage(matched)
     differences = {kind: equal[kind].sel(site="key") - equal[kind].sel(site="query") for kind in KINDS}
     return {
-        f"{kind.replace('_', ' ')} at equal KL, keys minus queries": PairedDifferences(
-            values.dropna("prompt"), "prompts"
-        )
-        for kind, values in differences.items()
-        if values.notnull().sum() > 1
+        f"{kind.replace('_', ' ')} at equal KL, keys minus queries": PairedDifferences(found.values, "prompts")
+        for kind, found in ((kind, values.dropna("prompt")) for kind, values in differences.items())
+        if found.size > 1
     }
 
 
@@ -224,16 +221,14 @@ def _remark(case: TrialCase, printed: xr.Dataset, contrast: TwinContrast, record
     kl, cells = printed.kl.mean(("draw", "prompt")), []
     for sigma in printed.sigma.values.tolist():
         query, key = (float(kl.sel(sigma=sigma, site=site)) for site in ("query", "key"))
-        cells.append(f"{query:.4f} and {key:.4f} at {sigma:g}")
+        cells.append(f"{query:.2g} and {key:.2g} at {sigma:g}")
     layers = ""
     if not case.quick:
         sigma, count = case.constant("deciding_sigma"), case.constant("layer_seeds")
         one = query_key_noise_by_layer(recording, sigma=sigma, seeds=count, seed=case.seed_for(0), progress=False)
-        by_layer = np.exp(np.log(key_query_ratio(one)).mean("prompt"))
-        layers = (
-            f" In single layers the matched ratio runs from {float(by_layer.min()):.2f} to {float(by_layer.max()):.2f}."
-        )
+        by_layer = np.exp(np.log(key_query_ratio(one).values).mean(-1))
+        layers = f" In single layers the matched ratio runs from {by_layer.min():.2f} to {by_layer.max():.2f}."
     return (
-        f"As printed, noise on queries and on keys has the mean KL {', '.join(cells)}. Untrained twins have the matched "
-        f"ratio {np.exp(contrast.twins.mean()):.2f}.{layers} {left_out}"
+        f"As printed, noise on queries and on keys has the mean KL {', '.join(cells)}. Untrained twins have the "
+        f"matched ratio {np.exp(contrast.twins.mean()):.2f}.{layers} {left_out}"
     ).strip()

@@ -52,6 +52,7 @@ def qk_metric(case: TrialCase) -> Finding:
         return Finding.impossible(NO_HEADS if not layers else "one head has no interval, and the replicates are heads")
     metric = query_key_metric(recording)
     share = _by_head(metric.symmetric_share, layers)
+    same = [(form.queries, form.queries) for form in forms]
     twins = list(case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=texts[:1]))
     of_twins = np.mean([_by_head(query_key_metric(twin).symmetric_share, layers) for twin in twins], 0)
     silent = silenced(recording)
@@ -63,22 +64,20 @@ def qk_metric(case: TrialCase) -> Finding:
         controls={
             "blocks that write nothing": _of_writing_heads(silent, metric),
             "random factors": PairedDifferences(_random_shares(case, forms, layers) - of_twins, "heads"),
-            "keys equal to queries": Replicates(
-                _shares([(form.queries, form.queries) for form in forms], layers), "heads"
-            ),
+            "keys equal to queries": Replicates(_shares(same, layers), "heads"),
         },
         described=_described(metric, layers) | _loops(case, recording, texts, layers),
-        remark=_remark(metric, of_twins, layers, forms[0].dim),
+        remark=_remark(metric, of_twins, layers, forms[layers[0]].dim),
         setting=f"weights of the model, {len(share)} heads; transport on {len(texts)} prompts",
     )
 
 
 def _writing_layers(recording: Recording) -> list[int]:
-    """The layers whose attention writes something, the first of those that share their weights."""
+    """The layers whose attention writes something, the last of those that share their weights."""
     writes = recording.under(keep=KeptTensors.WRITES).kept["attention write"]
     layers = recording.anatomy.layers
-    first = {id(layer.block): number for number, layer in reversed(list(enumerate(layers)))}
-    return [number for number in sorted(first.values()) if bool((writes[number] != 0).any())]
+    last = {id(layer.block): number for number, layer in enumerate(layers)}
+    return [number for number in sorted(last.values()) if bool((writes[number] != 0).any())]
 
 
 def _by_head(values: xr.DataArray, layers: list[int]) -> np.ndarray:
@@ -122,11 +121,10 @@ def _described(metric: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
 def _loops(case: TrialCase, recording: Recording, texts: tuple[object, ...], layers: list[int]) -> dict[str, Evidence]:
     """The loop defect of the model and of untrained twins, the mean over layers."""
     triangles = case.count(case.constant("triangles"), quick=case.constant("triangles_quick"))
-    every = list(recording.layers) if len(layers) > 1 else layers
     described: dict[str, Evidence] = {}
     twins = case.subject.twin_recordings(case.constant("loop_twins"), seed=case.seed, texts=texts)
     for name, each in {"loop defect": recording, "loop defect, untrained twin": next(iter(twins))}.items():
-        found = loop_defect(each, triangles=triangles, layers=every, seed=case.seed_for(0), progress=False)
+        found = loop_defect(each, triangles=triangles, layers=layers, seed=case.seed_for(0), progress=False)
         values = found.loop_defect.mean("layer").values
         if np.isfinite(values).sum() > 1:
             described[name] = Replicates(values[np.isfinite(values)], "prompts")
@@ -137,8 +135,8 @@ def _remark(metric: xr.Dataset, of_twins: np.ndarray, layers: list[int], dim: in
     share, negative = (_by_head(metric[name], layers) for name in ("symmetric_share", "negative_share"))
     indefinite = int(((_by_head(metric.positive, layers) > 0) & (_by_head(metric.negative, layers) > 0)).sum())
     return (
-        f"The symmetric share of the heads runs from {share.min():.3f} to {share.max():.3f}; that of random matrices is "
-        f"{float(metric.symmetric_share_null):.4f} on {dim} dimensions, and the twins have {of_twins.mean():.4f}. In "
-        f"{indefinite} of {len(share)} heads the symmetric part has eigenvalues of both signs, so that it is no metric; "
-        f"the negative ones have a share of {negative.min():.2f} to {negative.max():.2f} in its square."
+        f"The symmetric share of the heads runs from {share.min():.3f} to {share.max():.3f}; that of random matrices "
+        f"is {(dim + 1) / (2 * dim):.4f} on {dim} dimensions, and the twins have {of_twins.mean():.4f}. "
+        f"In {indefinite} of {len(share)} heads the symmetric part has eigenvalues of both signs, so that it is no "
+        f"metric; the negative ones have a share of {negative.min():.2f} to {negative.max():.2f} in its square."
     )
