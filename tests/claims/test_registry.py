@@ -33,13 +33,15 @@ TRIED = (
         "heads-average",
         "histogram-width",
         "jko-step",
+        "key-norm",
         "kuramoto",
         "low-coherence",
         "mean-field-limit",
     ),
     *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mobility", "no-mean-drift"),
     *("norm-confines", "one-cluster"),
-    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "small-steps"),
+    *("phase-curve", "probe-metric", "qk-metric"),
+    *("radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles", "small-steps"),
     *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )
 

@@ -66,14 +66,14 @@ class OneSidedEdit(SiteEdit):
         """x + t (f(x) - x)."""
         strength = self.strength
         if isinstance(strength, torch.Tensor):
-            of_heads = strength[context.layer, context.rows]
-            if len(of_heads) != len(value) or value.shape[1] % of_heads.shape[1]:
+            texts, heads = strength.shape[1:]
+            if texts != context.texts or value.shape[1] % heads:
                 raise HelmscopeError(
-                    f"strength has {strength.shape[1]} texts and {strength.shape[2]} heads, but layer {context.layer} "
-                    f"has {context.texts} texts and {value.shape[1]} heads"
+                    f"strength has {texts} texts and {heads} heads, but layer {context.layer} has {context.texts} texts "
+                    f"and {value.shape[1]} heads"
                 )
-            repeats = value.shape[1] // of_heads.shape[1]
-            strength = of_heads.repeat_interleave(repeats, 1)[..., None, None].to(value)
+            of_heads = strength[context.layer, context.rows]
+            strength = of_heads.repeat_interleave(value.shape[1] // heads, 1)[..., None, None].to(value)
         return value + strength * (self.changed(value, context) - value)
 
 
