@@ -16,15 +16,15 @@ from scipy import special
 from helmscope.claims.entry import Entry
 from helmscope.claims.evidence import (
     AbsoluteDifference,
+    AbsoluteDifferenceInEveryCase,
     Count,
-    EveryAbsoluteDifference,
-    EverySample,
     Evidence,
     IdentityErrors,
     PairedDifferences,
     PremiseImpossible,
     Replicates,
-    SomeSample,
+    ReplicatesInEveryCase,
+    ReplicatesInSomeCase,
 )
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
@@ -58,14 +58,14 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
     if isinstance(evidence, AbsoluteDifference | PairedDifferences):
         return f"{_decisive_distance(evidence.differences, evidence):.2g} from the bound"
-    if isinstance(evidence, EveryAbsoluteDifference):
+    if isinstance(evidence, AbsoluteDifferenceInEveryCase):
         widest = max(_decisive_distance(case, evidence) for case in evidence.differences)
         return f"{widest:.2g} from the bound, in each of {len(evidence.differences)}"
     if isinstance(evidence, Replicates) and not region.bounded:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
-    if isinstance(evidence, EverySample | SomeSample):
+    if isinstance(evidence, ReplicatesInEveryCase | ReplicatesInSomeCase):
         widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
     raise TypeError(type(evidence))

@@ -49,7 +49,7 @@ FIELDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swirl on the sphere": lambda x: hs.fields.sphere_hodge_split(UNGATED["silu"]).swirl(x),
     "swirl for a Gaussian": lambda x: hs.fields.gaussian_hodge_split(UNGATED["relu"]).swirl(x),
     "Sigma A": lambda x: hs.observe.token_sampling_covariance(hs.SA(2.0).kernel(x), x, MATRIX),
-    "effective keys": lambda x: hs.kernel.effective_keys(hs.SA(2.0).kernel(x)),
+    "effective keys": lambda x: hs.observe.effective_keys(hs.SA(2.0).kernel(x)),
     "generator": lambda x: hs.observe.sphere_generator(
         hs.SA(2.0), lambda y: torch.sin(y[..., 0]), x, noise=hs.noise.IsotropicNoise(0.3)
     ),

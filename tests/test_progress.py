@@ -31,13 +31,13 @@ WELLS = hs.geometry.critical_points.find_critical_points(double_well, CIRCLE)
 LONG = {
     "record": lambda progress: hs.record(MODEL, IDS, batch_size=1, progress=progress),
     "under": lambda progress: RECORDING.under(hs.intervene.Ablate([1]), progress=progress),
-    "replay of a model": lambda progress: RECORDING.replay(hs.kernel.KernelStatistics(), progress=progress),
+    "replay of a model": lambda progress: RECORDING.replay(hs.observe.KernelStatistics(), progress=progress),
     "replay of a simulation": lambda progress: RUN.replay(
-        hs.kernel.KernelStatistics(), batch_size=2, progress=progress
+        hs.observe.KernelStatistics(), batch_size=2, progress=progress
     ),
     "measure": lambda progress: hs.measure(RECORDING, progress=progress),
     "track": lambda progress: hs.track(
-        RUN, order=hs.order_parameter, rank=hs.rank.effective_rank, inner=hs.mean_inner_product, progress=progress
+        RUN, order=hs.order_parameter, rank=hs.observe.effective_rank, inner=hs.mean_inner_product, progress=progress
     ),
     "overview": lambda progress: hs.overview(RECORDING, beta=1.0, progress=progress),
     "logit_lens_kl": lambda progress: hs.logit_lens_kl(RECORDING, progress=progress),

@@ -8,13 +8,13 @@ import torch
 
 from helmscope.claims.evidence import (
     AbsoluteDifference,
+    AbsoluteDifferenceInEveryCase,
     Count,
-    EveryAbsoluteDifference,
-    EverySample,
     IdentityErrors,
     PremiseImpossible,
     Replicates,
-    SomeSample,
+    ReplicatesInEveryCase,
+    ReplicatesInSomeCase,
 )
 from helmscope.claims.finding import Finding
 from helmscope.stats.intervals import bootstrap_t, mean_interval
@@ -112,28 +112,28 @@ def test_a_difference_that_matters_can_be_supported_and_refuted(center: float, s
 
 
 def test_every_layer_reports_the_layer_nearest_to_failing() -> None:
-    good = EverySample([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
+    good = ReplicatesInEveryCase([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
     assert (good.ruling, good.basis) == (Ruling.SUPPORTED, "the worst of 3 cases, layer 1, from 32 seeds each")
-    bad = EverySample([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    bad = ReplicatesInEveryCase([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (bad.ruling, bad.interval.estimate) == (Ruling.REFUTED, pytest.approx(-2.0, abs=1e-12))
-    open_ = EverySample([around(3.0), around(0.1)]).weigh(ABOVE)
+    open_ = ReplicatesInEveryCase([around(3.0), around(0.1)]).weigh(ABOVE)
     assert (open_.ruling, open_.replicates_needed) == (Ruling.INCONCLUSIVE, 416)
 
 
 def test_the_layer_reported_is_the_one_that_decided() -> None:
     """A layer with a wide interval does not decide, even if its estimate is farther out or deeper inside."""
-    refuted = EverySample([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
+    refuted = ReplicatesInEveryCase([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
     assert (refuted.ruling, refuted.interval.estimate) == (Ruling.REFUTED, pytest.approx(-1.0, abs=1e-12))
-    supported = SomeSample([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
+    supported = ReplicatesInSomeCase([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
     assert (supported.ruling, supported.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
-    blocked = EverySample([around(0.1, spread=0.01), around(0.2, spread=2.0)]).weigh(ABOVE)
+    blocked = ReplicatesInEveryCase([around(0.1, spread=0.01), around(0.2, spread=2.0)]).weigh(ABOVE)
     assert (blocked.ruling, blocked.interval.estimate) == (Ruling.INCONCLUSIVE, pytest.approx(0.2, abs=1e-12))
 
 
 def test_the_sample_size_of_layers_uses_their_scale() -> None:
     x, region = np.exp(around(-0.5)), Region(text="at least .5", low=0.5)
     layers, alone = (
-        kind.weigh(region) for kind in (EverySample([x], scale=LogScale()), Replicates(x, scale=LogScale()))
+        kind.weigh(region) for kind in (ReplicatesInEveryCase([x], scale=LogScale()), Replicates(x, scale=LogScale()))
     )
     assert layers.replicates_needed == alone.replicates_needed
 
@@ -162,7 +162,10 @@ def test_the_sample_size_of_layers_uses_their_scale() -> None:
             lambda: Replicates([1.0, 2.0], scale="log").weigh(ABOVE),
             "scale is 'log', but it must be LinearScale(), LogScale(), FisherZScale()",
         ),
-        (lambda: EverySample(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates per"),
+        (
+            lambda: ReplicatesInEveryCase(None).weigh(ABOVE),
+            "samples is None, but it must hold one vector of replicates per",
+        ),
     ],
 )
 def test_invalid_input_raises_one_sentence(make, sentence: str) -> None:
@@ -178,16 +181,16 @@ def test_tensors_that_require_grad_are_accepted() -> None:
 
 
 def test_layers_may_have_names() -> None:
-    named = EverySample([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
+    named = ReplicatesInEveryCase([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
     assert named.basis == "the worst of 2 cases, USA, from 32 starts each"
     with pytest.raises(HelmscopeError, match="must hold one name for each of 2 layers"):
-        SomeSample([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
+        ReplicatesInSomeCase([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
 
 
 def test_some_layer_reports_the_layer_deepest_in_the_region() -> None:
-    assessment = SomeSample([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    assessment = ReplicatesInSomeCase([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (assessment.ruling, assessment.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
-    assert SomeSample([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
+    assert ReplicatesInSomeCase([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
 
 
 @pytest.mark.parametrize("evidence", [Replicates(around(5.0)), Count(3, 32), AbsoluteDifference(around(5.0))])
@@ -205,7 +208,7 @@ def test_one_of_many_magnitudes_refutes_only_under_holm() -> None:
     assert AbsoluteDifference(barely + x).weigh(Region(text="at least 1", low=1.0)).ruling is Ruling.REFUTED
     for one, ruling in ((barely, Ruling.INCONCLUSIVE), (clearly, Ruling.REFUTED), (2.0, Ruling.SUPPORTED)):
         cases = [one + x, *[2 + x] * 19]
-        assert EveryAbsoluteDifference(cases).weigh(Region(text="at least 1", low=1.0)).ruling is ruling
+        assert AbsoluteDifferenceInEveryCase(cases).weigh(Region(text="at least 1", low=1.0)).ruling is ruling
 
 
 def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
@@ -213,8 +216,8 @@ def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
     still = np.zeros(64)
     for region in (ABOVE, Region(text="at least 0", low=0.0), Region(text="at most 0", high=0.0)):
         assert Replicates(still).weigh(region).ruling is Ruling.INCONCLUSIVE
-        assert EverySample([still, still]).weigh(region).ruling is Ruling.INCONCLUSIVE
-        assert SomeSample([still, around(5.0)]).weigh(ABOVE).ruling is Ruling.SUPPORTED
+        assert ReplicatesInEveryCase([still, still]).weigh(region).ruling is Ruling.INCONCLUSIVE
+        assert ReplicatesInSomeCase([still, around(5.0)]).weigh(ABOVE).ruling is Ruling.SUPPORTED
 
 
 def test_an_impossible_premise_has_no_interval() -> None:

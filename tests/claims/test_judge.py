@@ -9,12 +9,12 @@ import xarray as xr
 from helmscope.claims.entry import SubjectKind, parse_entry
 from helmscope.claims.evidence import (
     Count,
-    EverySample,
     Evidence,
     IdentityErrors,
     PairedDifferences,
     PremiseImpossible,
     Replicates,
+    ReplicatesInEveryCase,
 )
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
@@ -200,7 +200,7 @@ def test_an_inconclusive_verdict_names_the_sample_size_that_would_decide() -> No
         (Replicates([1.0, 1.1] * 15, skewed=True), True),
         (Replicates([1.0, 1.1] * 16), False),
         (PairedDifferences([1.0, 1.1] * 8), True),
-        (EverySample([[1.0, 1.1] * 8]), True),
+        (ReplicatesInEveryCase([[1.0, 1.1] * 8]), True),
     ],
 )
 def test_only_intervals_that_assume_normality_warn_of_few_replicates(evidence: Evidence, warned: bool) -> None:

@@ -160,7 +160,11 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
     recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
     only = ["arc_length", "depth_steps", "transport_ratio", "depth_flow", "free_energy_along_depth"]
     measured = hs.measure(recording, only=only, quick=True)
-    at_end = {"depth_steps": {"arc_length", "net_angle"}, "transport_ratio": {"whole_ratio"}, "depth_flow": {"stretch"}}
+    at_end = {
+        "depth_steps": {"arc_length", "net_angle"},
+        "transport_ratio": {"ratio_from_start"},
+        "depth_flow": {"stretch"},
+    }
     at_end |= {"arc_length": {"arc_length"}}
     at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
     at_end["free_energy_along_depth"] |= {"gaussian_predicted_entropy", "gaussian_predicted_free_energy"}

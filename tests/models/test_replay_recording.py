@@ -116,7 +116,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bert"])
 def test_the_size_of_the_chunks_changes_nothing(family):
     model = tiny_model(family, dtype=F64)
-    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
+    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
     whole = record(model, PADDED).replay(*instruments)
     for size in (1, 2):
         for name, seen in record(model, PADDED, batch_size=size).replay(*instruments).items():
@@ -129,7 +129,7 @@ def test_the_size_of_the_chunks_changes_nothing(family):
 def test_padding_is_neither_counted_nor_seen(family):
     """The values of a prompt do not depend on the other prompts of the batch."""
     model = tiny_model(family, dtype=F64)
-    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
+    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
     recording = record(model, PADDED)
     together, told = recording.replay(*instruments), Everything(hs.types.Needs.ATTENTION)
     recording.replay(told)
@@ -172,7 +172,7 @@ def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
     block = hs.Block(attention, recording.forces[0].force, placement=placement)
     simulation = hs.integrate(block, recording.stream(depth=0), times=[0.0, 1.0, 2.0], stepper=hs.Layer())
     assert (simulation.stream(depth=2) - recording.stream(depth=4)).abs().max() < 1e-11
-    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
+    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
     recorded, simulated = recording.replay(*instruments), simulation.replay(*instruments)
     for name, seen in recorded.items():
         assert set(seen) == set(simulated[name])
@@ -221,7 +221,7 @@ def test_a_family_without_q_k_and_v_provides_everything_else():
     alike(instrument.put_together(Half.ATTENTION, "kernel")[1], recording.kernel(layer=1), 1e-6)
     assert all(tensors.query is tensors.key is tensors.value is None for _, tensors in instrument.seen)
     with pytest.raises(hs.HelmscopeError, match=r"^replay is not available.*hides q, k and v"):
-        recording.replay(hs.kernel.KernelStatistics(), Everything(hs.types.Needs.QKV))
+        recording.replay(hs.observe.KernelStatistics(), Everything(hs.types.Needs.QKV))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_an_exception_of_an_instrument_is_not_reported_as_one_of_the_model():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(KeyError, match="no such thing"):
         recording.replay(Faulty(hs.types.Needs.ATTENTION))
-    recording.replay(hs.kernel.KernelStatistics())  # and the model is as it was
+    recording.replay(hs.observe.KernelStatistics())  # and the model is as it was
 
 
 def test_half_precision_is_shown_in_single():

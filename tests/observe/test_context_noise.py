@@ -53,7 +53,7 @@ def test_groups_agree_with_loops(family):
     d = output.shape[1]
     for k, group in enumerate(groups):
         members = [c for c in range(30) if int(CONTEXTS[c, group.position]) == group.token]
-        assert len(members) == measured.members.values[k] >= 6
+        assert len(members) == measured.contexts.values[k] >= 6
         i = group.position
         x, y = tensors.direction[members[0], i].numpy(), float(tensors.radius[members[0], i])
         t = np.eye(d) - np.outer(x, x) - (np.ones((d, d)) / d if context.centered else 0)

@@ -36,7 +36,7 @@ def test_many_instruments_take_one_replay(monkeypatch):
 
     plain, layers = hs.SA.kernel, []
     monkeypatch.setattr(hs.SA, "kernel", lambda *given, **named: layers.append(1) or plain(*given, **named))
-    seen = hs.measure(RUN, hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl(), Peaks())
+    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl(), Peaks())
     assert len(layers) == 2
     assert list(seen) == ["kernel_statistics", "drift_and_swirl", "peaks"]
     wanted = torch.stack([RUN.kernel(layer=layer).amax((-1, -2)) for layer in (0, 1)])
@@ -85,7 +85,7 @@ def test_noise_leaves_out_the_flow_of_one_token():
 
 
 def test_replicates_are_kept_until_they_are_reduced():
-    seen = hs.measure(RUN, hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl())
+    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl())
     assert seen["kernel_statistics"].entropy.dims == ("time", "system")
     xr.testing.assert_identical(seen["kernel_statistics"], hs.kernel_statistics(RUN))
     xr.testing.assert_identical(seen["drift_and_swirl"], hs.drift_and_swirl(RUN))
@@ -95,7 +95,7 @@ def test_replicates_are_kept_until_they_are_reduced():
     ("call", "said"),
     [
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
-        (lambda: hs.measure(RUN, hs.kernel.KernelStatistics), "instruments holds KernelStatistics"),
+        (lambda: hs.measure(RUN, hs.observe.KernelStatistics), "instruments holds KernelStatistics"),
         (
             lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0]), only=["kernel_statistics"]),
             "attention fields only",
@@ -108,8 +108,8 @@ def test_replicates_are_kept_until_they_are_reduced():
         (lambda: hs.measure(RUN, only=["depth_steps"], seed=-1), "seed is -1, but it must be a whole number >= 0"),
         (lambda: hs.measure(RUN, only=["depth_steps"], seed="a"), "seed is 'a', but it must be a whole number >= 0"),
         (lambda: hs.measure("A"), r"system is 'A', .* record the model first, hs.measure\(hs.record\('A'\)\)"),
-        (lambda: hs.measure(RUN, hs.kernel.KernelStatistics(), quick=True), "instruments are given: omit them"),
-        (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.kernel.KernelStatistics()), "attention fields only"),
+        (lambda: hs.measure(RUN, hs.observe.KernelStatistics(), quick=True), "instruments are given: omit them"),
+        (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.observe.KernelStatistics()), "attention fields only"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

@@ -292,7 +292,10 @@ def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
         (lambda: mlp_weights(hs.integrate(hs.SA(1.0), X, times=[0.0])), r"system has no MLP: force\(layer=0\) is None"),
         (lambda: row_coherence([1.0]), "rows is a list, but it must be a float tensor"),
         (lambda: welch_bound(0, 2), "count is 0"),
-        (lambda: mlp_projection(record(tiny_model("mixtral"), inputs_of("mixtral", batch=4))), "a MixtureOfExperts as"),
+        (
+            lambda: mlp_projection(record(tiny_model("gpt_oss"), inputs_of("gpt_oss", batch=4))),
+            "system has a ClampedGatedMLP as an expert of force",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import helmscope as hs
 from helmscope.fields.activations import Tanh
 from helmscope.observe.attention_divergence import attention_divergence
-from helmscope.observe.mobility import _Mobility, mobility, mobility_refusal
+from helmscope.observe.mobility_test import _Mobility, mobility_refusal, mobility_test
 from helmscope.observe.query_slopes import RecordedSlopes
 from helmscope.observe.sigma_field import SigmaField
 
@@ -154,7 +154,7 @@ def share_of_block(block: torch.nn.Module, states: torch.Tensor, token: int) -> 
 def test_a_small_model_agrees_with_its_block_written_out() -> None:
     model = small_gpt2()
     recording = hs.record(model, IDS)
-    measured = mobility(recording, tokens=20)
+    measured = mobility_test(recording, tokens=20)
     for layer in (0, 1):
         block, states = model.transformer.h[layer], recording.stream(depth=2 * layer)[0]
         single = [share_of_block(block, states, token) for token in range(1, 9)]
@@ -218,16 +218,16 @@ def test_a_simulated_block_agrees_with_automatic_differentiation() -> None:
             return torch.linalg.pinv(sigma, rtol=1e-6, hermitian=True) @ force
 
         single.append(share_of(solved, parts(x[0, i])[0], x[0, i]))
-    measured = mobility(run, tokens=10)
+    measured = mobility_test(run, tokens=10)
     assert float(measured.share[0, 0]) == pytest.approx(np.mean(single), rel=1e-9)
 
 
 def test_values_do_not_depend_on_chunks_and_single_keys_have_none() -> None:
     model = small_gpt2()
-    whole, parts = (mobility(hs.record(model, IDS, batch_size=size), tokens=2, seed=3) for size in (2, 1))
-    for name in ("share", "share_null", "outside"):
+    whole, parts = (mobility_test(hs.record(model, IDS, batch_size=size), tokens=2, seed=3) for size in (2, 1))
+    for name in ("share", "share_null", "outside_range"):
         assert whole[name].values == pytest.approx(parts[name].values, rel=1e-6)
-    alone = mobility(hs.record(model, IDS[:, :1]))
+    alone = mobility_test(hs.record(model, IDS[:, :1]))
     assert np.isnan(alone.share.values).all()
 
 
@@ -236,10 +236,10 @@ def test_refusals_are_sentences() -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     decoder = hs.record(T5Model(T5Config(**sizes, decoder_start_token_id=0)).eval(), ids, targets=ids)
     assert mobility_refusal(decoder) == (
-        "system is a decoder that reads an encoder, but mobility needs blocks of attention and MLP"
+        "system is a decoder that reads an encoder, but mobility_test needs blocks of attention and MLP"
     )
     run = hs.integrate(hs.Hardmax(), torch.eye(3).expand(1, 3, 3), times=[0.0])
     with pytest.raises(hs.HelmscopeError, match="Hardmax"):
-        mobility(run)
-    with pytest.raises(hs.HelmscopeError, match="field is MLP, but mobility needs"):
-        mobility(hs.integrate(hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3)), torch.eye(3), times=[0.0]))
+        mobility_test(run)
+    with pytest.raises(hs.HelmscopeError, match="field is MLP, but mobility_test needs"):
+        mobility_test(hs.integrate(hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3)), torch.eye(3), times=[0.0]))

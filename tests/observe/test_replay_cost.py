@@ -14,7 +14,7 @@ from helmscope.fields.activations import GELU, GELUTanh, QuickGELU, Sigmoid, SiL
 from helmscope.fields.jacobian_algebra import JacobianAlgebra
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.record import record
-from helmscope.observe.drift import DriftAndSwirl, drift_and_swirl, even_sample
+from helmscope.observe.drift import DriftAndSwirl, drift_and_swirl
 from helmscope.observe.measure import streaming_instruments
 from helmscope.observe.mlp_parts import prepare_mlp
 
@@ -96,13 +96,6 @@ def test_the_mean_potential_of_float32_has_five_digits(gated):
 # ---- the sample of tokens
 
 
-def test_even_sample_by_hand():
-    assert even_sample(torch.ones(1, 8), 4).tolist() == [[1, 3, 5, 7]]
-    weights = torch.tensor([[0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert even_sample(weights, 2).tolist() == [[2, 5], [0, 0]]
-    assert even_sample(weights, 5) is None
-
-
 MLP_24 = MLP(w_in=2 * normal(12, 5), w_out=normal(5, 12), b_in=normal(12), activation=Tanh())
 CLOUDS = hs.sphere.retract(normal(2, 100, 5))
 
@@ -111,13 +104,13 @@ def test_only_what_needs_the_jacobian_is_sampled():
     """With 7 of 100 tokens, the swirl index is the mean over these; all other quantities are those of all tokens."""
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
     seen, whole = drift_and_swirl(run, tokens=7), drift_and_swirl(run, tokens=None)
-    places = even_sample(torch.ones(2, 100), 7)
+    places = [round(99 * k / 6) for k in range(7)]
     for system in range(2):
         shares, radial, rest = [], [], []
         for token, x in enumerate(CLOUDS[system]):
             jacobian = torch.autograd.functional.jacobian(MLP_24.ambient, x)
             rest.append((jacobian.trace() - 4 * (x @ MLP_24.ambient(x))).item())
-            if token in places[system]:
+            if token in places:
                 skew = (jacobian - jacobian.T) / 2
                 shares.append((skew.square().sum() / jacobian.square().sum()).item())
                 radial.append((x @ jacobian @ x).item())

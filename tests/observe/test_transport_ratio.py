@@ -95,8 +95,8 @@ def test_the_whole_depth_is_compared_with_the_first_state():
     states = [retract(randn(1, 5, 3, seed=seed)) for seed in range(3)]
     measured = transport_ratio(path_of(*states), first_token=True)
     expected = brute_force(states[0][0], states[2][0], lambda u, v: math.acos(float(u @ v)))
-    assert float(measured.whole_ratio[2, 0]) == pytest.approx(expected, abs=1e-12)
-    assert float(measured.whole_ratio[1, 0]) == float(measured.ratio[1, 0])
+    assert float(measured.ratio_from_start[2, 0]) == pytest.approx(expected, abs=1e-12)
+    assert float(measured.ratio_from_start[1, 0]) == float(measured.ratio[1, 0])
 
 
 def test_nothing_moves_and_identical_tokens():

@@ -37,7 +37,7 @@ def test_axes_say_depth_and_curves_are_the_means_over_texts():
     inner, order = values(clustering)
     assert np.allclose(inner, hs.mean_inner_product(path.states).double().mean(1).numpy(), atol=1e-6)
     assert np.allclose(order, hs.order_parameter(path.states).double().mean(1).numpy(), atol=1e-6)
-    assert np.allclose(values(rank)[0], hs.rank.effective_rank(path.states).double().mean(1).numpy(), rtol=1e-5)
+    assert np.allclose(values(rank)[0], hs.observe.effective_rank(path.states).double().mean(1).numpy(), rtol=1e-5)
     assert np.allclose(values(radius)[0], path.radius.double().mean((1, 2)).numpy(), rtol=1e-5)
     assert all(len(panel.collections) == len(panel.lines) for panel in figure.axes)  # a band for each curve
 

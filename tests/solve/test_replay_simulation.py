@@ -125,7 +125,7 @@ def test_the_noisy_layer_shows_increments_of_one_state():
 )
 def test_the_size_of_the_chunks_changes_nothing(field, stepper):
     run = hs.integrate(field, X, times=[0.0, 0.5], stepper=stepper, weights=MASS)
-    instruments = [hs.kernel.KernelStatistics()] + [hs.observe.DriftAndSwirl()] * isinstance(field, hs.Block)
+    instruments = [hs.observe.KernelStatistics()] + [hs.observe.DriftAndSwirl()] * isinstance(field, hs.Block)
     whole = run.replay(*instruments)
     assert whole["kernel_statistics"].sizes["system"] == 4
     for size in (1, 2, 3, 100):

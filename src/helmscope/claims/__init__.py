@@ -7,27 +7,19 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.claims import arm_statistics as arm_statistics
-    from helmscope.claims import attention_trials as attention_trials
-    from helmscope.claims import circle_functions as circle_functions
-    from helmscope.claims import generator_shares as generator_shares
-    from helmscope.claims import mlp_shares as mlp_shares
-    from helmscope.claims import prompts as prompts
-    from helmscope.claims import small_steps as small_steps
-    from helmscope.claims import theory_flow as theory_flow
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import SubjectKind as SubjectKind
     from helmscope.claims.evidence import AbsoluteDifference as AbsoluteDifference
+    from helmscope.claims.evidence import AbsoluteDifferenceInEveryCase as AbsoluteDifferenceInEveryCase
     from helmscope.claims.evidence import Count as Count
-    from helmscope.claims.evidence import EveryAbsoluteDifference as EveryAbsoluteDifference
-    from helmscope.claims.evidence import EverySample as EverySample
     from helmscope.claims.evidence import Evidence as Evidence
     from helmscope.claims.evidence import IdentityErrors as IdentityErrors
     from helmscope.claims.evidence import PairedDifferences as PairedDifferences
     from helmscope.claims.evidence import PremiseImpossible as PremiseImpossible
     from helmscope.claims.evidence import Replicates as Replicates
-    from helmscope.claims.evidence import SomeSample as SomeSample
+    from helmscope.claims.evidence import ReplicatesInEveryCase as ReplicatesInEveryCase
+    from helmscope.claims.evidence import ReplicatesInSomeCase as ReplicatesInSomeCase
     from helmscope.claims.evidence import Undecided as Undecided
     from helmscope.claims.finding import Finding as Finding
     from helmscope.claims.prompts import ChosenPrompts as ChosenPrompts

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from helmscope.claims.arm_statistics import SILENT
-from helmscope.claims.evidence import EverySample, Evidence, PremiseImpossible
+from helmscope.claims.evidence import Evidence, PremiseImpossible, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.geometry.arithmetic import full_precision
@@ -173,7 +173,7 @@ class _Writes(Instrument):
         self.keep(context, {"largest_write": tensors.write.abs().flatten(1).amax(-1)})
 
 
-def every_layer(values: xr.DataArray) -> EverySample | PremiseImpossible:
+def every_layer(values: xr.DataArray) -> ReplicatesInEveryCase | PremiseImpossible:
     """Evidence at every attention half-step of values over (layer, prompt); layers without any value are left out.
 
     >>> import xarray as xr
@@ -185,7 +185,7 @@ def every_layer(values: xr.DataArray) -> EverySample | PremiseImpossible:
     if not usable:
         return PremiseImpossible("the quantity is defined in no layer")
     samples = [rows[k][np.isfinite(rows[k])] for k in usable]
-    return EverySample(samples, "prompts", [f"layer {k}" for k in usable])
+    return ReplicatesInEveryCase(samples, "prompts", [f"layer {k}" for k in usable])
 
 
 def layer_means(values: xr.DataArray) -> str:

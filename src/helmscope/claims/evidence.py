@@ -195,12 +195,12 @@ class PairedDifferences:
 
 
 @dataclass(frozen=True, eq=False)
-class EveryAbsoluteDifference:
+class AbsoluteDifferenceInEveryCase:
     """Signed differences in several cases, all of which must differ by at least some amount, whatever their sign; the
     case nearest to failing is reported.
 
     >>> at_least = Region(text="differs by .1 or more", low=0.1)
-    >>> EveryAbsoluteDifference([[-1.0, -1.2, -0.9], [0.01, -0.02, 0.01]]).weigh(at_least).ruling.value
+    >>> AbsoluteDifferenceInEveryCase([[-1.0, -1.2, -0.9], [0.01, -0.02, 0.01]]).weigh(at_least).ruling.value
     'refuted'
     """
 
@@ -235,11 +235,12 @@ def _estimate(assessment: Assessment) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class EverySample:
+class ReplicatesInEveryCase:
     """One vector of replicates per case (a layer, a beta), for a claim that must hold in every case; reports the case
     nearest to failing. ``names`` labels the cases.
 
-    >>> EverySample([[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).interval.estimate
+    >>> above = Region(text="above 0", above=0.0)
+    >>> ReplicatesInEveryCase([[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]).weigh(above).interval.estimate
     1.0
     """
 
@@ -254,11 +255,12 @@ class EverySample:
 
 
 @dataclass(frozen=True, eq=False)
-class SomeSample:
+class ReplicatesInSomeCase:
     """One vector of replicates per case, for a claim that must hold in at least one case; reports the case that
     satisfies it best.
 
-    >>> SomeSample([[-1.0, -1.1, -0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).ruling.value
+    >>> above = Region(text="above 0", above=0.0)
+    >>> ReplicatesInSomeCase([[-1.0, -1.1, -0.9], [2.0, 2.1, 1.9]]).weigh(above).ruling.value
     'supported'
     """
 
@@ -317,7 +319,9 @@ def _assess(interval: Interval, region: Region, basis: str, scale: Scale = PLAIN
     return Assessment(interval, rule(interval, region), basis, sample_size(interval, region, scale=scale))
 
 
-def _assess_layers(layers: Layers, region: Region, evidence: EverySample | SomeSample, *, worst: bool) -> Assessment:
+def _assess_layers(
+    layers: Layers, region: Region, evidence: ReplicatesInEveryCase | ReplicatesInSomeCase, *, worst: bool
+) -> Assessment:
     """Report the layer that decided the ruling or, if it is inconclusive, an inconclusive layer."""
     count = len(layers.intervals)
     names = evidence.names or [f"layer {k}" for k in range(count)]

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
+from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.stats.scales import PLAIN, RemainderScale, Scale
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class BlockShares:
         blocks = self.blocks(name)
         if not blocks:
             return PremiseImpossible(NOTHING_MOVES)
-        return EverySample(list(blocks.values()), "prompts", list(blocks), scale)
+        return ReplicatesInEveryCase(list(blocks.values()), "prompts", list(blocks), scale)
 
     def shares(self, name: str) -> Evidence:
         """The shares in all blocks: what they lack to 1 is positive and skewed, and averaged as a logarithm.

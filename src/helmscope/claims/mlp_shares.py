@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from helmscope.claims.evidence import EverySample, PremiseImpossible
+from helmscope.claims.evidence import PremiseImpossible, ReplicatesInEveryCase
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.types import Instrument, Needs
 
@@ -68,7 +68,7 @@ class MlpShares:
         values: np.ndarray = self.measured[name].transpose("layer", "prompt").values
         return values
 
-    def at_every_half_step(self, name: str = "antisymmetric_share") -> EverySample | PremiseImpossible:
+    def at_every_half_step(self, name: str = "antisymmetric_share") -> ReplicatesInEveryCase | PremiseImpossible:
         """The values at every MLP half-step, or why there are none.
 
         >>> from helmscope.models.record import record
@@ -77,7 +77,9 @@ class MlpShares:
         """
         if not self.writes:
             return PremiseImpossible(NOTHING_WRITTEN)
-        return EverySample(list(self.shares(name)), "prompts", half_steps(self.measured.layer.values.tolist()))
+        return ReplicatesInEveryCase(
+            list(self.shares(name)), "prompts", half_steps(self.measured.layer.values.tolist())
+        )
 
 
 def half_steps(layers: list[int]) -> list[str]:

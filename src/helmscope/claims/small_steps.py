@@ -10,7 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import SubjectKind
-from helmscope.claims.evidence import EverySample, PremiseImpossible
+from helmscope.claims.evidence import PremiseImpossible, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.reading import entry
@@ -73,7 +73,7 @@ class StepSizes:
         """The median angles of all half-steps, or that there are no steps."""
         if not (self.medians > AT_REST).any():
             return PremiseImpossible("no token moves, and an angle of 0 is not evidence of small steps")
-        return EverySample(list(self.medians), "prompts", self.names)
+        return ReplicatesInEveryCase(list(self.medians), "prompts", self.names)
 
 
 def small_steps_premise(case: TrialCase) -> str:

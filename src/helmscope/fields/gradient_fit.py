@@ -138,7 +138,10 @@ class GradientBasis:
         along = linear(y, directions.double().mT)
         index = torch.arange(len(rows), device=x.device).expand_as(along)
         value, slope = (each.to(x) for each in self.split.profiles(along, index))
-        return [Family([(s, rows)]), Family([(value, across), (height / self.size * slope, directions)])]
+        return [
+            Family([(s * length.mT, directions)]),
+            Family([(value, across), (height / self.size * slope, directions)]),
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +163,8 @@ class Moments:
     inner: Float[Tensor, " k"]
     sums: Float[Tensor, " atoms"]
     firsts: Float[Tensor, "atoms d"]
-    vectors: Float[Tensor, "atoms d"]
+    vectors: Float[Tensor, "rows d"]
+    row: Tensor  # the vector of each atom
     owner: Tensor  # the field to which each atom belongs
 
     @staticmethod
@@ -173,14 +177,16 @@ class Moments:
         torch.Size([4, 4])
         """
         weighted = weights[:, None] * x
-        gram = torch.cat([torch.cat([a.gram(b, weights) for b in families], 1) for a in families]).double()
         inner = torch.cat([family.inner(f, weights) for family in families]).double()
-        sums, firsts, vectors, owner, start = [], [], [], [], 0
+        sums, firsts, row, owner, start = [], [], [], [], 0
+        vectors: dict[int, tuple[int, Tensor]] = {}
         for family in families:
             for numbers, rows in family.atoms:
                 sums.append((weights[:, None] * numbers).sum(0).double())
                 firsts.append((numbers.mT @ weighted).double())
-                vectors.append(rows.double())
+                first = sum(len(each) for _, each in vectors.values())
+                first = vectors.setdefault(id(rows), (first, rows))[0]  # the same vectors once
+                row.append(torch.arange(first, first + len(rows), device=x.device))
                 owner.append(torch.arange(start, start + len(rows), device=x.device))
             start += len(rows)
         return Moments(
@@ -189,11 +195,12 @@ class Moments:
             (weighted.mT @ x).double(),
             (weights[:, None] * f).sum(0).double(),
             (f.mT @ weighted).double(),
-            gram,
+            _gram(families, weights),
             inner,
             torch.cat(sums),
             torch.cat(firsts),
-            torch.cat(vectors),
+            torch.cat([rows for _, rows in vectors.values()]).double(),
+            torch.cat(row),
             torch.cat(owner),
         )
 
@@ -214,25 +221,43 @@ class Moments:
         value, axes = torch.linalg.eigh(self.xx - self.mass * mean * mean[:, None])
         return value, axes
 
+    @property
+    def axes(self) -> Float[Tensor, "d d"]:
+        """The axes of the covariance of the points, in columns. In them the Lyapunov equation is solved entry by entry:
+        ``quadratic``, ``field_moments`` and ``with_affine`` take and return matrices and vectors in these axes.
+
+        >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
+        >>> one.axes.abs()
+        tensor([[0., 1.],
+                [1., 0.]], dtype=torch.float64)
+        """
+        return self._spectrum[1]
+
+    @cached_property
+    def _inverse_sums(self) -> Float[Tensor, "d d"]:
+        """1 / (c_i + c_j) for the eigenvalues of the covariance; 0 in directions in which points do not differ."""
+        value = self._spectrum[0]
+        sums = value + value[:, None]
+        known = sums > 1e-10 * value[-1]
+        return torch.where(known, 1 / torch.where(known, sums, 1.0), 0.0)
+
+    @cached_property
     @full_precision
+    def _turned(self) -> tuple[Tensor, Tensor]:
+        """The vectors, and the first moments of the numbers of the atoms about the mean, in the axes."""
+        return self.vectors @ self.axes, (self.firsts - self.sums[:, None] * (self.x / self.mass)) @ self.axes
+
     def quadratic(self, moment: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
         """The symmetric S that fits a field best, given its centered moment sum g (x - m)^T; 0 in directions in which
         points do not differ.
 
         >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> one = Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2))
-        >>> one.quadratic(torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64)))[0]
-        tensor([1., 0.], dtype=torch.float64)
+        >>> one.quadratic(torch.diag(torch.tensor([0.0, 2.0], dtype=torch.float64)))[1]  # the axis of the points
+        tensor([0., 1.], dtype=torch.float64)
         """
-        value, axes = self._spectrum
-        rotated, sums = axes.mT @ moment @ axes, value + value[:, None]
-        known = sums > 1e-10 * value[-1]
-        solved = torch.where(known, (rotated + rotated.mT) / torch.where(known, sums, 1.0), 0.0)
-        return axes @ solved @ axes.mT
-
-    @cached_property
-    def _centered(self) -> Float[Tensor, "atoms d"]:
-        return self.firsts - self.sums[:, None] * (self.x / self.mass)
+        return (moment + moment.mT) * self._inverse_sums
 
     @full_precision
     def field_moments(self, coefficients: Float[Tensor, " k"]) -> tuple[Tensor, Tensor]:
@@ -243,8 +268,10 @@ class Moments:
         >>> one.field_moments(torch.zeros(4, dtype=torch.float64))[1]
         tensor([0., 0.], dtype=torch.float64)
         """
-        scaled = coefficients[self.owner, None] * self.vectors
-        return scaled.mT @ self._centered, scaled.mT @ self.sums
+        (vectors, centered), scale = self._turned, coefficients[self.owner]
+        numbers = torch.zeros_like(vectors).index_add(0, self.row, scale[:, None] * centered)
+        sums = torch.zeros_like(vectors[:, 0]).index_add(0, self.row, scale * self.sums)
+        return vectors.mT @ numbers, vectors.mT @ sums
 
     @full_precision
     def with_affine(self, symmetric: Float[Tensor, "d d"], constant: Float[Tensor, " d"]) -> Float[Tensor, " k"]:
@@ -255,8 +282,20 @@ class Moments:
         >>> one.with_affine(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
         tensor([0., 0., 0., 0.], dtype=torch.float64)
         """
-        atoms = (self.vectors @ symmetric * self._centered).sum(-1) + self.sums * (self.vectors @ constant)
+        vectors, centered = self._turned
+        atoms = ((vectors @ symmetric)[self.row] * centered).sum(-1) + self.sums * (vectors @ constant)[self.row]
         return torch.zeros_like(self.inner).index_add(0, self.owner, atoms)
+
+
+@full_precision
+def _gram(families: list[Family], weights: Float[Tensor, " tokens"]) -> Float[Tensor, "k k"]:
+    """The inner products of all fields, in float64."""
+    blocks = {
+        (a, b): families[a].gram(families[b], weights) for a in range(len(families)) for b in range(a, len(families))
+    }
+    places = range(len(families))
+    rows = [torch.cat([blocks[a, b] if a <= b else blocks[b, a].mT for b in places], 1) for a in places]
+    return torch.cat(rows).double()
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,8 +389,8 @@ def fit_moments(
     >>> fit_moments(basis, Moments.of(basis.families(x), x, mlp.ambient(x), torch.ones(2)), None).coefficients
     tensor([0., 0., 0., 0.], dtype=torch.float64)
     """
-    mean = moments.x / moments.mass
-    moment, total = moments.fx - moments.f[:, None] * mean, moments.f
+    mean, axes = moments.x / moments.mass, moments.axes
+    moment, total = axes.mT @ (moments.fx - moments.f[:, None] * mean) @ axes, axes.mT @ moments.f
     coefficients = torch.zeros_like(moments.inner)
     if ridge is not None:
         length = moments.gram.diagonal().clamp(min=0).sqrt()
@@ -370,7 +409,8 @@ def fit_moments(
         coefficients = _conjugate_gradients(apply, right, factor, tolerance, iterations) / length
         first, whole = moments.field_moments(coefficients)
         moment, total = moment - first, total - whole
-    return FittedGradient(basis, coefficients, moments.quadratic(moment), mean, total / moments.mass)
+    symmetric = axes @ moments.quadratic(moment) @ axes.mT
+    return FittedGradient(basis, coefficients, symmetric, mean, axes @ total / moments.mass)
 
 
 def root_mean_square(x: Float[Tensor, "points d"], weights: Float[Tensor, " points"]) -> float:

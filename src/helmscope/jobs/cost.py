@@ -144,15 +144,15 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
 
 def measurement_cost(spec: MeasurementSpec) -> Estimate:
     """The time of all measurements of a model, counted in forwards, and that of a forward from a few texts."""
-    from helmscope.observe.measure import REPLAY_FORWARDS, further_measurements, refusals, streaming_instruments
+    from helmscope.observe.measure import REPLAY_FORWARDS, refusals, standalone_measurements, streaming_instruments
 
     subject = spec.subject()
     few = subject.recording_of(subject.texts[:SAMPLE_SYSTEMS])
     reasons = refusals(few)
     names = [name for name in reasons if (name in spec.only if spec.only else reasons[name] is None)]
     streamed = any(each.name in names for each in streaming_instruments())
-    further = sum(each.cost(quick=spec.quick) for each in further_measurements() if each.name in names)
-    forwards = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + further
+    standalone = sum(each.cost(quick=spec.quick) for each in standalone_measurements() if each.name in names)
+    forwards = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + standalone
     forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
     size = subject_size(subject)
     work = f"{pluralized(len(names), 'measurement')} of {pluralized(len(subject.texts), 'text')}"

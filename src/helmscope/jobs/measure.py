@@ -114,7 +114,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         return f"{name}: {pluralized(self.texts_count or 0, 'text')} of up to {self.tokens} tokens"
 
     def prepare(self) -> MeasurementJob:
-        """Return the job, with one unit for all streaming instruments and one for each further measurement."""
+        """Return the job, with one unit for all streaming instruments and one for each standalone measurement."""
         from helmscope.jobs.cost import subject_size
         from helmscope.observe.measure import measurement_names, refusals, streaming_instruments
         from helmscope.types import check_memory

@@ -142,7 +142,7 @@ MEASUREMENTS = (
     "layer_whitening",
     "depth_flow",
     "jko_layer",
-    "mobility",
+    "mobility_test",
     "mlp_projection",
 )
 

@@ -1,5 +1,5 @@
 """Methods that compute attention sums over tokens. Fields specify what to sum; this package alone decides how.
-Statistics of attention weights are in ``hs.kernel``."""
+Statistics of attention weights, such as ``row_entropy``, are in ``hs.observe``."""
 
 from __future__ import annotations
 

@@ -138,6 +138,18 @@ class MixtureOfExperts:
         with torch.no_grad():
             return self._routed(x)
 
+    def routing_weights(self, x: Float[Tensor, "*batch d"]) -> dict[int, Float[Tensor, "*batch"]]:
+        """The weight at each token of every expert that the router selects at some x, 0 where it does not, by expert.
+
+        >>> always = lambda x: (torch.full((len(x), 1), 0.5), torch.full((len(x), 1), 3))
+        >>> MixtureOfExperts((), always).routing_weights(torch.zeros(2, 5))
+        {3: tensor([0.5000, 0.5000])}
+        """
+        shares, indices = self.select(x)
+        return {
+            e: torch.where(indices == e, shares.to(x), 0.0).sum(-1) for e in sorted(set(indices.flatten().tolist()))
+        }
+
     def select_with_gradients(
         self, x: Float[Tensor, "tokens d"]
     ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"], Float[Tensor, "tokens k d"]]:
@@ -184,10 +196,8 @@ class MixtureOfExperts:
         >>> MixtureOfExperts((one,), always).ambient(torch.tensor([[1.0, 2.0]]))
         tensor([[0.5000, 2.0000]])
         """
-        shares, indices = self.select(x)
         total = torch.zeros_like(x)
-        for index in sorted(set(indices.flatten().tolist())):
-            share = torch.where(indices == index, shares.to(x), 0.0).sum(-1)
+        for index, share in self.routing_weights(x).items():
             active = share != 0
             total[active] += share[active].unsqueeze(-1) * self.experts[index].ambient(x[active])
         return total

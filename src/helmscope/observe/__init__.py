@@ -2,7 +2,7 @@
 
 Functions of tokens take (*batch, n, d) and reduce the last two axes; ``track`` turns them into Measurements over time,
 and ``overview`` tracks a fixed set of them. Instruments look at attention weights and MLPs instead of states:
-``system.replay`` runs some of them, ``measure`` all that need no further forward pass.
+``system.replay`` runs some of them, ``measure`` takes all measurements.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ if TYPE_CHECKING:
     from helmscope.observe.map_entropy import map_entropy as map_entropy
     from helmscope.observe.map_entropy import map_refusal as map_refusal
     from helmscope.observe.map_entropy import sphere_map as sphere_map
-    from helmscope.observe.measure import FurtherMeasurement as FurtherMeasurement
-    from helmscope.observe.measure import further_measurements as further_measurements
+    from helmscope.observe.measure import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
     from helmscope.observe.measure import refusals as refusals
+    from helmscope.observe.measure import standalone_measurements as standalone_measurements
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound
-    from helmscope.observe.mobility import mobility as mobility
+    from helmscope.observe.mobility_test import mobility_test as mobility_test
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
     from helmscope.observe.noise_ratio import as_table as as_table
     from helmscope.observe.noise_ratio import at_equal_damage as at_equal_damage

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.attention_drift import described
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
+from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, check_integer, check_real
 
@@ -147,8 +147,8 @@ class AttentionNoiseSpectrum(Instrument):
         chosen, counts = sample_tokens(context, weights, self.tokens, seed=self.seed, skip=self.skip)
         per_head, keys = head_covariances(tensors, chosen)
         output = centered_output(with_heads(tensors)[2].double(), centered=context.centered)
-        x = _taken(spaces.x, chosen).double()
-        scale = _taken(spaces.radius.unsqueeze(-1), chosen).squeeze(-1).double() ** -2
+        x = taken(spaces.x, chosen).double()
+        scale = taken(spaces.radius.unsqueeze(-1), chosen).squeeze(-1).double() ** -2
         heads = _head_spectra(per_head, output, x, keys, self.tolerance)
         sigma = tangent_covariance(per_head, output, x) * scale[..., None, None]
         totals = _total_spectra(sigma, spaces.dim, self.tolerance)
@@ -178,29 +178,6 @@ def attention_noise_spectrum(system: System, *, tokens: int = 2, seed: int = 0, 
     """
     instrument = AttentionNoiseSpectrum(tokens=tokens, seed=seed, skip=skip)
     return check_system(system).replay(instrument)[instrument.name]
-
-
-def sample_tokens(
-    context: ReplayContext, weights: Float[Tensor, "rows n"], tokens: int, *, seed: int, skip: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Indices (rows, tokens) of tokens drawn without replacement for each replicate, among those of positive weight
-    without the first ``skip`` of them, and which of the indices count (rows, tokens): False where there are fewer.
-
-    >>> from helmscope.types import Half, ReplayContext
-    >>> context = ReplayContext(0, Half.ATTENTION, 0.0, slice(0, 1))
-    >>> sample_tokens(context, torch.tensor([[1.0, 1.0, 0.0]]), 2, seed=0, skip=1)
-    (tensor([[1, 0]]), tensor([[ True, False]]))
-    """
-    chosen, counts = [], []
-    for row, m in zip(range(context.rows.start, context.rows.stop), weights.cpu(), strict=True):
-        candidates = (m > 0).nonzero().flatten().numpy()[skip:]
-        order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(row,))))
-        drawn = np.sort(order.permutation(candidates)[:tokens])
-        missing = tokens - len(drawn)
-        chosen.append(np.concatenate([drawn, np.zeros(missing, dtype=np.int64)]))
-        counts.append(np.arange(tokens) < len(drawn))
-    device = weights.device
-    return torch.from_numpy(np.stack(chosen)).to(device), torch.from_numpy(np.stack(counts)).to(device)
 
 
 @full_precision
@@ -315,11 +292,6 @@ def _total_spectra(sigma: Tensor, dim: int, tolerance: float) -> dict[str, Tenso
 def _finite(matrices: Tensor) -> Tensor:
     """Matrices with 0 for entries that are not finite, on which eigenvalue solvers fail."""
     return torch.where(torch.isfinite(matrices), matrices, 0.0)
-
-
-def _taken(values: Tensor, chosen: Tensor) -> Tensor:
-    """values[row, chosen[row, k]] for every row."""
-    return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def _mean_defined(values: Tensor, m: Tensor) -> Tensor:

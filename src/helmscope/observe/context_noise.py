@@ -70,7 +70,7 @@ NAMES = {
     "normal_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
     "normal_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
     "effective_keys": "effective number of keys, the mean over heads and contexts",
-    "members": "number of contexts",
+    "contexts": "number of contexts",
 }
 DIRECTIONS, NULL_SAMPLES = 16, 200
 FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
@@ -243,7 +243,7 @@ def _measured(group: ContextGroup, seed: int, number: int) -> dict[str, float]:
         "normal_distance": distance,
         "normal_distance_null": null,
         "effective_keys": group.effective_keys,
-        "members": float(len(outputs)),
+        "contexts": float(len(outputs)),
     }
 
 

@@ -29,12 +29,12 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
+from helmscope.observe.token_choice import spaced_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
-    from jaxtyping import Float, Int
     from torch import Tensor
 
     from helmscope.observe.mlp_parts import Parts
@@ -160,7 +160,8 @@ class DriftAndSwirl(Instrument):
             parts = joined([prepared.at(cloud[None]) for cloud in x])
             self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
         else:
-            sample = None if self.tokens is None else even_sample(weights, self.tokens)
+            every = self.tokens is None or self.tokens >= weights.shape[-1]
+            sample = None if every else spaced_tokens(weights, self.tokens, first_token=True)[0]
             blocks = row_blocks(len(x), x.shape[-2] * len(prepared.algebra.rows))
             parts = joined([prepared.at(x[block], None if sample is None else sample[block]) for block in blocks])
         tokens = token_quantities(parts, x, centered=centered)
@@ -303,21 +304,6 @@ def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor |
         )
     unit: Tensor = points / length.unsqueeze(-1)
     return check_tokens(unit, name=f"points of layer {context.layer}")
-
-
-def even_sample(weights: Float[Tensor, "rows n"], tokens: int) -> Int[Tensor, "rows tokens"] | None:
-    """Indices of tokens of positive weight, evenly spaced in each system: those at the places (k + 1/2) c / tokens of
-    c; repeated where there are fewer. None if no system has more, so that all tokens are taken.
-
-    >>> even_sample(torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]), 2)
-    tensor([[1, 4]])
-    """
-    counts = (weights > 0).sum(-1, keepdim=True)
-    if int(counts.max()) <= tokens:
-        return None
-    places = (2 * torch.arange(tokens, device=weights.device) + 1) * counts // (2 * tokens)
-    first = (weights > 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return first.gather(-1, places)
 
 
 def _ratio_of_squared_sums(numerator: Tensor, denominator: Tensor, weights: Tensor) -> Tensor:

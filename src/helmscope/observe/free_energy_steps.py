@@ -21,6 +21,7 @@ from helmscope.observe.entropy import surface_fisher_information
 from helmscope.observe.force_terms import ForceTerms, force_terms
 from helmscope.observe.token_choice import taken
 from helmscope.observe.track import token_mean
+from helmscope.stats import replicates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -186,5 +187,4 @@ def pseudo_values(statistics: list[Float[Tensor, " one_and_prompts"]]) -> Float[
     tensor([[1., 3.]])
     """
     stacked = torch.stack(statistics)
-    n = stacked.shape[1] - 1
-    return n * stacked[:, :1] - (n - 1) * stacked[:, 1:]
+    return replicates.pseudo_values(stacked[:, :1], stacked[:, 1:], stacked.shape[1] - 1)

@@ -20,9 +20,10 @@ from helmscope.fields.block import Block
 from helmscope.fields.norms import UnitNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.attention_noise import head_covariances, sample_tokens
+from helmscope.observe.attention_noise import head_covariances
 from helmscope.observe.generator import step_order
 from helmscope.observe.head_moments import HEADS_NEED, centered_output, with_heads
+from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import token_mean
 from helmscope.solve.simulation import Simulation
 from helmscope.types import Instrument, Needs
@@ -170,7 +171,7 @@ class SamplingTerms(_Terms):
             return
         x, step, m = self.steps.at(context.layer, context.rows)
         chosen, counts = sample_tokens(context, m, min(self.tokens, m.shape[1]), seed=self.seed)
-        x, step = (_taken(each, chosen) for each in (x, step))
+        x, step = (taken(each, chosen) for each in (x, step))
         sigma = HeadCovariance.of(context, tensors, chosen, x)
         trace = sigma.trace()
         m = m.gather(1, chosen) * counts
@@ -231,7 +232,3 @@ class HeadCovariance:
             whole = (covariance * (output.mT @ output)).sum((-1, -2))
             total = total + whole - ((along.unsqueeze(-2) @ covariance).squeeze(-2) * along).sum(-1)
         return total * self.scale
-
-
-def _taken(values: Float[Tensor, "rows n d"], chosen: Tensor) -> Float[Tensor, "rows tokens d"]:
-    return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

@@ -32,10 +32,11 @@ import numpy as np
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.attention_noise import head_covariances, sample_tokens, tangent_covariance
+from helmscope.observe.attention_noise import head_covariances, tangent_covariance
 from helmscope.observe.drift import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.mlp_jacobian import tangent_jacobians
+from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
 from helmscope.types import Instrument, Needs, check_integer, check_real
 
@@ -218,15 +219,6 @@ def whitening_of(
         "commutator_null": float(_commutator(hessian, random).mean()),
         "rank": float(len(size)),
     }
-
-
-def taken(values: Float[Tensor, "rows n k"], chosen: Tensor) -> Float[Tensor, "rows tokens k"]:
-    """values[row, chosen[row, t]] for every row.
-
-    >>> taken(torch.tensor([[[1.0], [2.0]]]), torch.tensor([[1]]))
-    tensor([[[2.]]])
-    """
-    return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def _whitened(inner: Tensor, size: Tensor) -> Tensor:

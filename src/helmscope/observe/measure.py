@@ -1,5 +1,5 @@
-"""All measurements of a system: those of instruments from a single replay, and further ones, which run the model more
-often or need no run at all.
+"""All measurements of a system: those of instruments from a single replay, and standalone ones, which run the model
+more often or need no run at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from helmscope.observe.map_entropy import map_entropy, map_refusal
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
-from helmscope.observe.mobility import mobility, mobility_refusal
+from helmscope.observe.mobility_test import mobility_refusal, mobility_test
 from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
@@ -72,11 +72,11 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class FurtherMeasurement:
-    """A measurement that is not taken from the common replay: its name, its function, the time that it takes in eager
+class StandaloneMeasurement:
+    """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
     forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
 
-    >>> [further.forwards for further in further_measurements() if further.name == "depth_steps"]
+    >>> [each.forwards for each in standalone_measurements() if each.name == "depth_steps"]
     [(0.3, 0.3)]
     """
 
@@ -88,54 +88,54 @@ class FurtherMeasurement:
     def cost(self, *, quick: bool) -> float:
         """The time in eager forwards of the model.
 
-        >>> [further.cost(quick=True) for further in further_measurements() if further.name == "depth_flow"]
+        >>> [each.cost(quick=True) for each in standalone_measurements() if each.name == "depth_flow"]
         [14]
         """
         return self.forwards[int(quick)]
 
 
-def further_measurements() -> tuple[FurtherMeasurement, ...]:
-    """The measurements of this library beyond those of ``streaming_instruments``, by increasing cost.
+def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
+    """The standalone measurements of this library, by increasing cost; ``streaming_instruments`` are the others.
 
-    >>> [further.name for further in further_measurements()][:4]
+    >>> [each.name for each in standalone_measurements()][:4]
     ['arc_length', 'depth_steps', 'mlp_weights', 'bistochasticity']
     """
     return (
-        FurtherMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (0.2, 0.2)),
-        FurtherMeasurement(
+        StandaloneMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (0.2, 0.2)),
+        StandaloneMeasurement(
             "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (0.3, 0.3)
         ),
-        FurtherMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_refusal),
+        StandaloneMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_refusal),
         _replayed(lambda quick, seed: Bistochasticity(), (1, 1)),
         _replayed(lambda quick, seed: GateSparsity(), (1.5, 1.5)),
-        FurtherMeasurement(
+        StandaloneMeasurement(
             "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (2, 2), _no_kernel
         ),
-        FurtherMeasurement(
+        StandaloneMeasurement(
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
-        FurtherMeasurement("context_noise", _context_noise, (5, 4), context_refusal),
+        StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_refusal),
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
-        FurtherMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
+        StandaloneMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
-        FurtherMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_refusal),
-        FurtherMeasurement(
+        StandaloneMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_refusal),
+        StandaloneMeasurement(
             "entropy_along_depth",
             lambda system, quick, seed, progress: entropy_along_depth(system, progress=progress),
             (16, 14),
             entropy_refusal,
         ),
-        FurtherMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
-        FurtherMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
+        StandaloneMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
+        StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
-        FurtherMeasurement("depth_flow", _depth_flow, (24, 14), flow_refusal),
-        FurtherMeasurement("jko_layer", _jko_layer, (37, 89), jko_refusal),
-        FurtherMeasurement("mobility", _mobility, (68, 66), mobility_refusal),
-        FurtherMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
+        StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_refusal),
+        StandaloneMeasurement("jko_layer", _jko_layer, (37, 89), jko_refusal),
+        StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_refusal),
+        StandaloneMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
     )
 
 
-def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, float]) -> FurtherMeasurement:
+def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, float]) -> StandaloneMeasurement:
     """The measurement of an instrument that takes a replay of its own, since it is slower than the streaming ones."""
 
     def function(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -143,7 +143,7 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
         return system.replay(instrument, progress=progress)[instrument.name]
 
     instrument = make(True, 0)
-    return FurtherMeasurement(instrument.name, function, forwards, lambda system: system.refusal(instrument))
+    return StandaloneMeasurement(instrument.name, function, forwards, lambda system: system.refusal(instrument))
 
 
 def _attention_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -176,8 +176,8 @@ def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOpti
     return jko_layer(system, whole_only=quick, seed=seed, progress=progress)
 
 
-def _mobility(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mobility(system, tokens=1 if quick else 2, seed=seed, progress=progress)
+def _mobility_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mobility_test(system, tokens=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -199,7 +199,7 @@ def measurement_names() -> tuple[str, ...]:
     >>> measurement_names()[:2]
     ('kernel_statistics', 'attention_drift')
     """
-    return (*(each.name for each in streaming_instruments()), *(each.name for each in further_measurements()))
+    return (*(each.name for each in streaming_instruments()), *(each.name for each in standalone_measurements()))
 
 
 def refusals(system: System) -> dict[str, str | None]:
@@ -214,7 +214,7 @@ def refusals(system: System) -> dict[str, str | None]:
     """
     streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
     return streaming | {
-        each.name: None if each.refusal is None else each.refusal(system) for each in further_measurements()
+        each.name: None if each.refusal is None else each.refusal(system) for each in standalone_measurements()
     }
 
 
@@ -230,7 +230,7 @@ def measure(
     """All measurements of a system by name, or those of some instruments from a single replay.
 
     Without instruments these are all measurements that the system supports (``refusals`` says why others are missing):
-    the streaming instruments from one replay, and those of ``further_measurements``, with the steps over depth, the
+    the streaming instruments from one replay, and those of ``standalone_measurements``, with the steps over depth, the
     flow of one token and the transport ratios; ``only`` selects some of them by name. With ``quick`` those that sample
     take smaller samples; ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward
     for each chunk of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means
@@ -243,7 +243,7 @@ def measure(
     >>> from helmscope.solve.integrate import integrate
     >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> list(measured), measured["kernel_statistics"].row_mass.dims
-    (['kernel_statistics', 'attention_drift', ..., 'mobility'], ('time', 'system'))
+    (['kernel_statistics', 'attention_drift', ..., 'mobility_test'], ('time', 'system'))
     """
     if instruments:
         if only is not None or quick:
@@ -253,14 +253,14 @@ def measure(
     if not isinstance(quick, bool):
         raise HelmscopeError(f"quick is {short_repr(quick)}, but it must be True or False")
     streaming = [each for each in streaming_instruments() if each.name in names]
-    further = [each for each in further_measurements() if each.name in names]
+    standalone = [each for each in standalone_measurements() if each.name in names]
     report, done = check_progress(progress), 0.0
-    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(quick=quick) for each in further)
+    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(quick=quick) for each in standalone)
     measured: dict[str, xr.Dataset] = {}
     if streaming:
         measured |= system.replay(*streaming, progress=_share(report, done, REPLAY_FORWARDS, total))
         done += REPLAY_FORWARDS
-    for each in further:
+    for each in standalone:
         cost = each.cost(quick=quick)
         share = _share(report, done, cost, total)
         try:

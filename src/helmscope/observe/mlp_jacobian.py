@@ -165,7 +165,7 @@ def force_jacobians(force: Any, x: Float[Tensor, "k d"]) -> Float[Tensor, "k d d
     prepared = prepare(force, like=x)
     if not isinstance(prepared, PreparedMixture):
         return prepared.algebra.matrices(slopes_of(prepared.mlp, x))
-    return prepared.jacobian(x, _routing(prepared, x))
+    return prepared.jacobian(x, prepared.mixture.routing_weights(x))
 
 
 @full_precision
@@ -200,12 +200,6 @@ def tangent_projectors(x: Float[Tensor, "*k d"], *, centered: bool) -> Float[Ten
     return onto - 1 / x.shape[-1] if centered else onto
 
 
-def _routing(mixture: PreparedMixture, x: Tensor) -> dict[int, Tensor]:
-    """The routing weight of every selected expert at points x (k, d)."""
-    shares, indices = mixture.mixture.select(x)
-    return {e: torch.where(indices == e, shares.to(x), 0.0).sum(-1) for e in sorted(set(indices.flatten().tolist()))}
-
-
 def _factor(x: Tensor, weights: Tensor) -> Tensor:
     """Y with Y^T Y = C, the weighted covariance of the tokens; 0 if they are identical up to rounding."""
     share = (weights / weights.sum()).unsqueeze(-1)
@@ -223,7 +217,7 @@ def _routed(
     mixture: PreparedMixture, x: Tensor, weights: Tensor, centered: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The quantities of one system under a mixture of experts, as routed and by expert, from its Jacobians."""
-    routed, factor = _routing(mixture, x), _factor(x, weights)
+    routed, factor = mixture.mixture.routing_weights(x), _factor(x, weights)
     step = max(1, DENSE_ENTRIES // x.shape[-1] ** 2)
     blocks = [slice(i, i + step) for i in range(0, len(x), step)]
     found, whole = [], []

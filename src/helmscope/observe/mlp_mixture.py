@@ -51,11 +51,7 @@ class PreparedMixture:
             torch.Size([1, 3, 2])
         """
         flat = x.reshape(-1, x.shape[-1])
-        shares, indices = self.mixture.select(flat)
-        weights = {
-            expert: torch.where(indices == expert, shares.to(x), 0.0).sum(-1)
-            for expert in sorted(set(indices.flatten().tolist()))
-        }
+        weights = self.mixture.routing_weights(flat)
         own = {
             expert: _scattered(self.experts[expert].at(flat[weight != 0]), weight != 0)
             for expert, weight in weights.items()

@@ -19,6 +19,7 @@ import torch
 from helmscope.fields.jacobian_algebra import JacobianAlgebra, JacobianInvariants, jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
 from helmscope.fields.norms import LayerNorm, UnitNorm
+from helmscope.observe.token_choice import taken
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -249,15 +250,6 @@ class PreparedMLP:
             JacobianInvariants(trace, spread(found.trace_of_square), spread(found.squared_norm)),
             spread(self.algebra.radial(some, points)),
         )
-
-
-def taken(values: Float[Tensor, "*batch n k"], sample: Int[Tensor, "*batch m"]) -> Float[Tensor, "*batch m k"]:
-    """The values of the tokens of a sample, given by their indices.
-
-    >>> taken(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 2])).flatten()
-    tensor([1., 3.])
-    """
-    return values.gather(-2, sample.unsqueeze(-1).expand(*sample.shape, values.shape[-1]))
 
 
 def prepare_mlp(

@@ -212,12 +212,11 @@ class GateSparsity(Instrument):
             self.keep(context, {name: context.token_mean(v.to(x).mean(-1)) for name, v in values.items()})
             self.keep(context, {"silent_share": silent})
             return
-        shares, indices = force.select(x)
         below, closed, total = (torch.zeros_like(x[..., 0]) for _ in range(3))
         columns = {f"expert_{name}": x.new_full((len(x), len(force.experts)), torch.nan) for name in SPARSITY}
         columns["expert_weight"] = x.new_zeros(len(x), len(force.experts))
-        for index in sorted(set(indices.flatten().tolist())):
-            expert, routed = force.experts[index], torch.where(indices == index, shares.to(x), 0.0).sum(-1)
+        for index, routed in force.routing_weights(x).items():
+            expert: Any = force.experts[index]
             z = _pre_activations(expert, x)
             off, flat = z < self.threshold, expert.activation.slope(z) < self.slope
             below = below + routed * off.to(x).mean(-1)

@@ -24,6 +24,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.track import token_weights
+from helmscope.stats.replicates import pseudo_values
 from helmscope.types import HelmscopeError, check_integer
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class NeighborDistances:
             changed = (first & (gone != group)).nonzero()[:, 0]
             new = self._distance_without(changed, gone[changed], group)
             total.index_add_(0, gone[changed], new.log() - logs[changed])
-        return groups * self.entropy - (groups - 1) * self._estimate(total, left)
+        return pseudo_values(self.entropy, self._estimate(total, left), groups)
 
     def _distance_without(self, rows: Tensor, gone: Tensor, group: Tensor) -> Tensor:
         """The distance of some points to their k-th neighbor outside of a group, one for each point."""

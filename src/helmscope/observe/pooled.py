@@ -22,6 +22,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.track import token_weights
+from helmscope.stats.replicates import pseudo_values
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ class PooledMoments:
         """The jackknife pseudo-values of a statistic of the moments, one per prompt.
 
         >>> x = torch.tensor([[[1.0]], [[2.0]], [[5.0]]])
-        >>> PooledMoments.of(x).pseudo_values(lambda moments: moments.mean[..., 0])  # of a mean: the values
+        >>> values = PooledMoments.of(x).pseudo_values(lambda moments: moments.mean[..., 0])
+        >>> values.round(decimals=12)  # of a mean: the values
         tensor([1., 2., 5.], dtype=torch.float64)
         """
-        n = len(self.mass)
-        return n * statistic(self.whole) - (n - 1) * statistic(self.without_one)
+        return pseudo_values(statistic(self.whole), statistic(self.without_one), len(self.mass))

@@ -28,7 +28,7 @@ from helmscope.models.replay import InstrumentFeed
 from helmscope.models.tap import Attended, eager_of
 from helmscope.models.watch import Observer, Site
 from helmscope.observe.attention_divergence import FrozenCloud
-from helmscope.observe.layer_whitening import taken
+from helmscope.observe.token_choice import taken
 from helmscope.solve.replay import attention_of
 from helmscope.types import Half, HelmscopeError, Needs, ReplayPlan
 
@@ -49,7 +49,7 @@ def slopes_refusal(system: System, name: str) -> str | None:
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility")
+    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility_test")
     """
     if isinstance(system, Recording):
         if system.anatomy.tapped:

@@ -1,9 +1,10 @@
-"""Which tokens of a prompt a costly quantity is computed at: evenly spaced ones, without the first."""
+"""Which tokens of a prompt a costly quantity is computed at: evenly spaced ones, or drawn ones, and their values."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from helmscope.types import HelmscopeError
@@ -11,6 +12,8 @@ from helmscope.types import HelmscopeError
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from helmscope.types import ReplayContext
 
 
 def spaced_tokens(
@@ -50,6 +53,29 @@ def spaced_tokens(
     order = counted.to(torch.int8).argsort(dim=-1, descending=True, stable=True)  # candidates first, in order
     counts = place < taken.unsqueeze(-1)
     return torch.where(counts, order.gather(-1, nth), 0), counts
+
+
+def sample_tokens(
+    context: ReplayContext, weights: Float[Tensor, "rows n"], tokens: int, *, seed: int, skip: int = 0
+) -> tuple[Int[Tensor, "rows tokens"], Bool[Tensor, "rows tokens"]]:
+    """Indices (rows, tokens) of tokens drawn without replacement for each replicate, among those of positive weight
+    without the first ``skip`` of them, and which of the indices count (rows, tokens): False where there are fewer.
+
+    >>> from helmscope.types import Half, ReplayContext
+    >>> context = ReplayContext(0, Half.ATTENTION, 0.0, slice(0, 1))
+    >>> sample_tokens(context, torch.tensor([[1.0, 1.0, 0.0]]), 2, seed=0, skip=1)
+    (tensor([[1, 0]]), tensor([[ True, False]]))
+    """
+    chosen, counts = [], []
+    for row, m in zip(range(context.rows.start, context.rows.stop), weights.cpu(), strict=True):
+        candidates = (m > 0).nonzero().flatten().numpy()[skip:]
+        order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(row,))))
+        drawn = np.sort(order.permutation(candidates)[:tokens])
+        missing = tokens - len(drawn)
+        chosen.append(np.concatenate([drawn, np.zeros(missing, dtype=np.int64)]))
+        counts.append(np.arange(tokens) < len(drawn))
+    device = weights.device
+    return torch.from_numpy(np.stack(chosen)).to(device), torch.from_numpy(np.stack(counts)).to(device)
 
 
 def taken(values: Float[Tensor, "rows n ..."], chosen: Int[Tensor, "rows k"]) -> Float[Tensor, "rows k ..."]:

@@ -50,10 +50,10 @@ CLOSE = 1e-5  # of |x|^2 + |y|^2: beyond it, 11 digits of a squared distance are
 LABELS = {
     "ratio": "W2^2 over mean squared displacement, geodesic",
     "euclidean_ratio": "W2^2 over mean squared displacement, in R^d with radius",
-    "whole_ratio": "W2^2 over mean squared displacement since the first state, geodesic",
+    "ratio_from_start": "W2^2 over mean squared displacement since the first state, geodesic",
     "relative_step": "root mean squared angle moved over the mean angle to the nearest token",
 }
-BOUNDS = {"ratio": SHARE, "euclidean_ratio": SHARE, "whole_ratio": SHARE, "relative_step": AT_LEAST_0}
+BOUNDS = {"ratio": SHARE, "euclidean_ratio": SHARE, "ratio_from_start": SHARE, "relative_step": AT_LEAST_0}
 
 
 @shows_progress("transport ratios")
@@ -68,9 +68,9 @@ def transport_ratio(
     over the mean squared displacement of its tokens. Values at depth k describe the step that ends there.
 
     ``ratio`` is that of angles on the unit sphere and ``relative_step`` the size of the step relative to the distances
-    between tokens; ``whole_ratio`` compares each depth with the first one, so that its last value is that of the whole
-    depth. ``euclidean_ratio``, that of the states in R^d with their radii, is included where there are radii, unless
-    ``euclidean`` is False. All are NaN at the first depth and where nothing moves.
+    between tokens; ``ratio_from_start`` compares each depth with the first one, so that its last value is that of the
+    whole depth. ``euclidean_ratio``, that of the states in R^d with their radii, is included where there are radii,
+    unless ``euclidean`` is False. All are NaN at the first depth and where nothing moves.
 
     A Recording is measured on the unit sphere (``on_sphere``). Tokens of weight 0 are left out; other weights are
     masses. The first token, the usual attention sink, is left out unless ``first_token``. Raises
@@ -84,7 +84,7 @@ def transport_ratio(
     path = sphere_and_ids(source, None)[0]
     path = check_finite(path if first_token else without_first_token(path))
     steps, prompts = path.states.shape[:2]
-    names = ["ratio", "whole_ratio", "relative_step"]
+    names = ["ratio", "ratio_from_start", "relative_step"]
     names += ["euclidean_ratio"] if euclidean and path.radius is not None else []
     values = {name: torch.full((steps, prompts), torch.nan, dtype=torch.float64, device="cpu") for name in names}
     report = check_progress(progress)
@@ -95,7 +95,7 @@ def transport_ratio(
                 values[name][k, prompt] = value
         report((prompt + 1) / prompts)
     measurement = with_bounds(with_replicates(values, path), BOUNDS)
-    measurement = with_cumulative(measurement, path.axis, {"whole_ratio"})
+    measurement = with_cumulative(measurement, path.axis, {"ratio_from_start"})
     for name in names:
         measurement[name].attrs["long_name"] = LABELS[name]
     return with_halves(measurement, source).assign_attrs(sphere=sphere_text(source), first_token=int(first_token))
@@ -121,7 +121,7 @@ class _Cloud:
             return {}
         before, after = self.x[k - 1], self.x[k]
         values = {"ratio": self._ratio(before, after, Geodesic())}
-        values["whole_ratio"] = values["ratio"] if k == 1 else self._ratio(self.x[0], after, Geodesic())
+        values["ratio_from_start"] = values["ratio"] if k == 1 else self._ratio(self.x[0], after, Geodesic())
         if "euclidean_ratio" in names and self.y is not None:
             values["euclidean_ratio"] = self._ratio(self.y[k - 1], self.y[k], Euclidean())
         if len(self.m) > 1:

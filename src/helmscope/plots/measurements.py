@@ -30,7 +30,7 @@ FIRST = {
     "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
     "depth_steps": ("median_angle", "update_cosine", "net_angle", "radius"),
     "generator_test": ("share", "share_second_moment", "kind_share", "splitting_defect", "share_sampled_step"),
-    "transport_ratio": ("ratio", "whole_ratio", "relative_step"),
+    "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
     "free_energy_along_depth": ("free_energy", "free_energy_change", "predicted_free_energy", "entropy", "nu"),
     "map_entropy": ("entropy_change", "divergence"),

@@ -189,7 +189,8 @@ def _on_model(case: TrialCase) -> Finding:
         f"heads and {means['cross_token_share']:.0%} between keys; increments are {means['normal_distance']:.3f} from "
         f"normal on random directions, normal samples {means['normal_distance_null']:.3f}.",
         setting=f"model {case.subject.name}, layer 0, {len(groups)} groups of the same word at the same position with "
-        f"{means['members']:.0f} contexts on average, from {where}; tangent space of the state, writes over its length",
+        f"{means['contexts']:.0f} contexts on average, from {where}; tangent space of the state, "
+        "writes over its length",
     )
 
 
@@ -202,7 +203,7 @@ def _described(measured: xr.Dataset, sampled: np.ndarray, twins: np.ndarray) -> 
     described: dict[str, Evidence] = {
         str(measured[name].attrs["long_name"]): _over_groups(measured[name].values)
         for name in measured.data_vars
-        if name not in ("slope", "r_squared", "members")
+        if name not in ("slope", "r_squared", "contexts")
     }
     described["R^2 if the increments are single sampled tokens"] = _over_groups(sampled[:, 1], REMAINDER)
     described["slope, untrained twins"] = Replicates(twins.mean(1), "twins")

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import AbsoluteDifference, EveryAbsoluteDifference, Replicates
+from helmscope.claims.evidence import AbsoluteDifference, AbsoluteDifferenceInEveryCase, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -59,7 +59,7 @@ def encoder_decoder(case: TrialCase) -> Finding:
     ]
     return Finding(
         evidence={
-            "speed": EveryAbsoluteDifference(
+            "speed": AbsoluteDifferenceInEveryCase(
                 [slower[beta] for beta in horizons], "starts", [f"beta = {b:g}" for b in horizons]
             ),
             "shape": AbsoluteDifference((spreads[1] / spreads[0]).log(), "starts"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, IdentityErrors, Replicates
+from helmscope.claims.evidence import IdentityErrors, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -107,8 +107,8 @@ def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
     return (sign * energy.diff(dim=0)).amin(0) / (energy.amax(0) - energy.amin(0))
 
 
-def _at_every_beta(energies: list[Tensor], betas: Sequence[float], sign: float) -> EverySample:
-    return EverySample(
+def _at_every_beta(energies: list[Tensor], betas: Sequence[float], sign: float) -> ReplicatesInEveryCase:
+    return ReplicatesInEveryCase(
         [smallest(energy, sign) for energy in energies], "starts", [f"beta = {beta:g}" for beta in betas]
     )
 

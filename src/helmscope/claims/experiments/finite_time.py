@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Replicates, SomeSample
+from helmscope.claims.evidence import Replicates, ReplicatesInSomeCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -67,7 +67,7 @@ def finite_time(case: TrialCase) -> Finding:
     deep = [float(speed_up(clock, gap, levels[0], DEEP).mean()) for gap in paths.values()]
     over_theory = [_rate_over_theory(field, clock, paths[name], n, levels[0]) for name, field in FLOWS.items()]
     return Finding(
-        evidence=SomeSample(ratios, "frames (one beta per frame)", ("SA", "USA"), LogScale()),
+        evidence=ReplicatesInSomeCase(ratios, "frames (one beta per frame)", ("SA", "USA"), LogScale()),
         controls={
             "planted exponential decay": Replicates(
                 speed_up(clock, gaps(decay, x, clock), *levels), "frames", LogScale()

@@ -11,7 +11,7 @@ import xarray as xr
 
 from helmscope.claims.circle_functions import GivenDrift, derivative, harmonic_sum, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, IdentityErrors, Replicates
+from helmscope.claims.evidence import IdentityErrors, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -127,11 +127,13 @@ def follow(
     ]
 
 
-def _changes(paths: list[list[tuple[float, float]]], times: list[float], *, printed: bool = False) -> EverySample:
+def _changes(
+    paths: list[list[tuple[float, float]]], times: list[float], *, printed: bool = False
+) -> ReplicatesInEveryCase:
     """The change of F over each step of time, one value per start."""
     values = torch.tensor([[step[printed] for step in path] for path in paths])
     names = [f"t = {before:g} to {after:g}" for before, after in pairwise(times)]
-    return EverySample(list(values.diff(dim=1).T), "starts", names)
+    return ReplicatesInEveryCase(list(values.diff(dim=1).T), "starts", names)
 
 
 def rate_errors(case: TrialCase, grid: CircleGrid, nu: float) -> Tensor:
@@ -213,13 +215,13 @@ def _of_model(case: TrialCase) -> Finding:
     )
 
 
-def _half_step_changes(measured: xr.Dataset, *, printed: bool = False) -> EverySample:
+def _half_step_changes(measured: xr.Dataset, *, printed: bool = False) -> ReplicatesInEveryCase:
     """The change of F over every half-step, or that of nu Ent + E[U] as printed."""
     values = measured.free_energy_change
     if printed:
         values = measured.entropy_term - measured.potential_term
     rows = values.transpose("depth", "prompt").values[1:]
-    return EverySample(list(rows), "prompts", _half_step_names(measured))
+    return ReplicatesInEveryCase(list(rows), "prompts", _half_step_names(measured))
 
 
 def _half_step_names(measured: xr.Dataset) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -47,9 +47,9 @@ def histogram_width(case: TrialCase) -> Finding:
     shown = torch.stack([spread[beta][middle].mT for beta in betas], -1)
     largest = max(float(abs(slope.mean() + 0.5)) for slope in slopes)
     return Finding(
-        evidence=EverySample(slopes, "seeds", names),
+        evidence=ReplicatesInEveryCase(slopes, "seeds", names),
         controls={
-            "starts in fixed clusters": EverySample(
+            "starts in fixed clusters": ReplicatesInEveryCase(
                 [log_slope(dims, width) for width in fixed], "seeds", [f"gamma = {level:g}" for level in levels]
             ),
             "random starts at time 0": Replicates(log_slope(dims, torch.stack([width(x, 0.0) for x in uniform]))),

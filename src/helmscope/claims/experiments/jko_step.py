@@ -13,7 +13,7 @@ import torch
 from helmscope.claims.attention_trials import AttentionTrial
 from helmscope.claims.circle_functions import circle_w2, harmonic_sum, quantile_angles, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, IdentityErrors, PremiseImpossible, Replicates
+from helmscope.claims.evidence import IdentityErrors, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
@@ -87,7 +87,7 @@ def _simulated(case: TrialCase) -> Finding:
         found = [closed_gate_shares(layer, other, tau, nu) for tau in taus]
         for name in MINIMIZERS:
             shares[name][i] = torch.tensor([share for each in found for share in each[name]])
-    columns = {name: EverySample(list(each.T), "starts", names) for name, each in shares.items()}
+    columns = {name: ReplicatesInEveryCase(list(each.T), "starts", names) for name, each in shares.items()}
     table = torch.stack([shares[name].reshape(len(layers), len(taus), len(KINDS)) for name in MINIMIZERS], 1)
     missed = [f"{1 - float(each.mean()):.2g} ({name})" for each, name in zip(shares[RIGHT].T, names, strict=True)]
     return Finding(
@@ -171,7 +171,7 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
     usable = [k for k, row in enumerate(rows) if np.isfinite(row).all()]
     if not usable:
         return PremiseImpossible("no layer has a minimizer other than its input")
-    return EverySample([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
+    return ReplicatesInEveryCase([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
 
 
 def _shares(steps: LayerSteps, energies: Mapping[int, LayerEnergy]) -> list[np.ndarray]:

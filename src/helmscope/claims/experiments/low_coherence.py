@@ -19,6 +19,7 @@ from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.bundled_models import ablated_training_history, is_bundled, training_history
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
+from helmscope.stats.replicates import pseudo_values
 from helmscope.stats.scales import BoundedScale, FisherZScale
 
 if TYPE_CHECKING:
@@ -132,14 +133,12 @@ def _rank_correlation(first: np.ndarray, second: np.ndarray) -> Replicates | Pre
 
 
 def _pseudo_values(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """n z - (n - 1) z_i for the mean correlation tanh z of all layers and tanh z_i without layer i; the Student
-    interval of their mean is the delete-one jackknife interval of z.
-    """
+    """The jackknife pseudo-values of z, for the mean correlation tanh z of all layers and without each of them."""
     n = len(first)
     kept = [np.arange(n), *(np.delete(np.arange(n), k) for k in range(n))]
     whole, *without = (_mean_spearman(first[rows], second[rows]) for rows in kept)
     z: np.ndarray = np.arctanh(np.clip([whole, *without], -LARGEST, LARGEST))
-    return np.asarray(n * z[0] - (n - 1) * z[1:])
+    return pseudo_values(z[0], z[1:], n)
 
 
 def _mean_spearman(first: np.ndarray, second: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample
+from helmscope.claims.evidence import ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -58,7 +58,7 @@ def metastability(case: TrialCase) -> Finding:
             "merge time": _every_case(ratios.flatten(0, 1), names),
             "other numbers of tokens": _every_case(by_size, [f"n = {n}" for n in sizes]),
             "order of magnitude": _every_case(times[-1] / _asymptotic_times(betas[-1], starts[-1]), gamma_names),
-            "exponent": EverySample(list(_exponent(times, starts[0], betas)), "starts", gamma_names),
+            "exponent": ReplicatesInEveryCase(list(_exponent(times, starts[0], betas)), "starts", gamma_names),
         },
         controls={"two-cluster ODE at beta = 0": _every_case(over_null.flatten(0, 1), names)},
         data=_curves(times, ratios, betas, gammas),
@@ -70,8 +70,8 @@ def metastability(case: TrialCase) -> Finding:
     )
 
 
-def _every_case(samples: Sequence[Tensor] | Tensor, names: list[str]) -> EverySample:
-    return EverySample(list(samples), "starts", names, scale=LogScale())
+def _every_case(samples: Sequence[Tensor] | Tensor, names: list[str]) -> ReplicatesInEveryCase:
+    return ReplicatesInEveryCase(list(samples), "starts", names, scale=LogScale())
 
 
 def _curves(times: Tensor, ratios: Tensor, betas: Sequence[float], gammas: Sequence[float]) -> xr.Dataset:

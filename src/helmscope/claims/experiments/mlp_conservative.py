@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import NOTHING_WRITTEN, MlpShares, half_steps
 from helmscope.claims.prompts import ChosenPrompts
@@ -64,9 +64,9 @@ def mlp_conservative(case: TrialCase) -> Finding:
     permuted, symmetric = _permuted(recording, case), _symmetric(recording)
     twins = _twins(case, prompts.texts)
     controls: dict[str, Evidence] = {
-        "W_out permuted over neurons": EverySample(list(permuted), "prompts", names),
-        "untrained twins": EverySample(list(twins.T), "twins", names),
-        "symmetric part of the Jacobian": EverySample(list(symmetric), "prompts", names),
+        "W_out permuted over neurons": ReplicatesInEveryCase(list(permuted), "prompts", names),
+        "untrained twins": ReplicatesInEveryCase(list(twins.T), "twins", names),
+        "symmetric part of the Jacobian": ReplicatesInEveryCase(list(symmetric), "prompts", names),
         "blocks that write nothing": MlpShares.of(silent).at_every_half_step(),
     }
     projected = _projected(recording, case)

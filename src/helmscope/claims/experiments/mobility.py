@@ -10,15 +10,15 @@ from torch.func import jacfwd, vmap
 
 from helmscope.claims.attention_trials import AttentionTrial, by_prompt, every_layer, layer_means
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import small_steps_premise
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import project, retract
-from helmscope.observe.mobility import mobility as block_mobility
-from helmscope.observe.mobility import mobility_refusal
+from helmscope.observe.mobility_test import mobility_refusal
+from helmscope.observe.mobility_test import mobility_test as block_mobility
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,10 +63,10 @@ def _simulated(case: TrialCase) -> Finding:
             found.append(mean_share(attention, x, matrices, field, tolerance))
     table = torch.stack([torch.stack(each) for each in (shares, carried, random)]).permute(2, 1, 0)
     return Finding(
-        evidence={"antisymmetric share": EverySample(shares, "starts", names)},
+        evidence={"antisymmetric share": ReplicatesInEveryCase(shares, "starts", names)},
         controls={
-            "b = Sigma grad V": EverySample(carried, "starts", names),
-            "random field": EverySample(random, "starts", names),
+            "b = Sigma grad V": ReplicatesInEveryCase(carried, "starts", names),
+            "random field": ReplicatesInEveryCase(random, "starts", names),
         },
         data=curve(
             "share",
@@ -119,7 +119,7 @@ def _on_model(case: TrialCase) -> Finding:
                 found.share_attention.mean("layer").values, "prompts"
             ),
             "share of the squared drift outside the range of Sigma": Replicates(
-                found.outside.mean("layer").values, "prompts"
+                found.outside_range.mean("layer").values, "prompts"
             ),
             **contrast.described("share, mean over layers"),
         },
@@ -132,7 +132,7 @@ def _on_model(case: TrialCase) -> Finding:
         ),
         remark=f"The share runs {layer_means(found.share)}, that of attention alone "
         f"{layer_means(found.share_attention)}, and the share of the squared drift outside the range of Sigma "
-        f"{layer_means(found.outside)}. {small_steps_premise(case)}",
+        f"{layer_means(found.outside_range)}. {small_steps_premise(case)}",
         setting=f"{trial.setting}; {tokens} tokens of each prompt, keys and values fixed",
     )
 

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, EverySample, IdentityErrors, Replicates
+from helmscope.claims.evidence import Count, IdentityErrors, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -140,8 +140,8 @@ def _growth(largest: list[Tensor]) -> Tensor:
     return torch.stack([(radius[:, -1] / radius[:, 0]).log() / depth for radius in largest]).mean(0).exp()
 
 
-def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EverySample:
-    return EverySample([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
+def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> ReplicatesInEveryCase:
+    return ReplicatesInEveryCase([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
 
 
 def _average_length(case: TrialCase, stream: int, sign: float | None, starts: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -52,7 +52,7 @@ def phase_curve(case: TrialCase) -> Finding:
     return Finding(
         evidence={
             "error": Replicates(worst[judged], "starts", LogScale()),
-            "falling in d": EverySample(ratios, "starts", [f"d = {dim:,}" for dim in dims[1:]], LogScale()),
+            "falling in d": ReplicatesInEveryCase(ratios, "starts", [f"d = {dim:,}" for dim in dims[1:]], LogScale()),
         },
         controls={
             "hitting time of beta = 0": Replicates(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates, SomeSample
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase, ReplicatesInSomeCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -52,17 +52,19 @@ def rate(case: TrialCase) -> Finding:
     means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, measured, strict=True) if n == sizes[-1]]
     return Finding(
         evidence={
-            "rate": EverySample([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
-            "rate of pairs": EverySample([farthest(ratio) for ratio in pair_ratios], "starts", names, LogScale()),
+            "rate": ReplicatesInEveryCase([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
+            "rate of pairs": ReplicatesInEveryCase(
+                [farthest(ratio) for ratio in pair_ratios], "starts", names, LogScale()
+            ),
         },
         controls={
-            "planted flow with rate e^-beta": SomeSample(
+            "planted flow with rate e^-beta": ReplicatesInSomeCase(
                 [farthest(rate) for rate in planted.values()], "starts", scale=LogScale()
             ),
-            "planted flow, over e^-beta": EverySample(planted_ratios, "starts", scale=LogScale()),
+            "planted flow, over e^-beta": ReplicatesInEveryCase(planted_ratios, "starts", scale=LogScale()),
             "SA made faster by 1e-5": Replicates(farthest(faster), "starts", LogScale()),
         },
-        printed=EverySample(over_bound, "starts", names, LogScale()),
+        printed=ReplicatesInEveryCase(over_bound, "starts", names, LogScale()),
         data=_rate_curves(torch.stack(means, -1), betas, sizes[-1]),
         remark=(
             f"Over {len(cells)} combinations of flow, beta and n no token's ratio is farther from 1 than "

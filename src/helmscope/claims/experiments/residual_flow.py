@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, IdentityErrors, PremiseImpossible, Replicates
+from helmscope.claims.evidence import IdentityErrors, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -132,10 +132,10 @@ def _on_model(case: TrialCase) -> Finding:
     names = [f"half-step {depth}" for depth in halves]
     defects = [_defect(recording, depth, 0.5) for depth in halves]
     return Finding(
-        evidence={"defect": EverySample(defects, "prompts", names)},
+        evidence={"defect": ReplicatesInEveryCase(defects, "prompts", names)},
         controls={
             "blocks that write nothing": _defects_or_reason(silent, names),
-            "a force that does not change": EverySample(
+            "a force that does not change": ReplicatesInEveryCase(
                 [_defect(recording, depth, 0.0) for depth in halves], "prompts", names
             ),
         },
@@ -166,9 +166,9 @@ def _defect(recording: Recording, depth: int, share: float) -> Tensor:
     return ratio.mean(-1)
 
 
-def _defects_or_reason(recording: Recording, names: list[str]) -> EverySample | PremiseImpossible:
+def _defects_or_reason(recording: Recording, names: list[str]) -> ReplicatesInEveryCase | PremiseImpossible:
     """The defects of all half-steps, or why there are none."""
     states = [recording.stream(depth=depth) for depth in range(len(names) + 1)]
     if all(torch.equal(a, b) for a, b in zip(states[1:], states[:-1], strict=True)):
         return PremiseImpossible("half-steps of length 0 have no relative defect")
-    return EverySample([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)
+    return ReplicatesInEveryCase([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)

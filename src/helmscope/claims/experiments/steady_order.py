@@ -13,7 +13,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Replicates
+from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -57,12 +57,12 @@ def steady_order(case: TrialCase) -> Finding:
 class _Part:
     """The evidence for one condition, with its controls and data."""
 
-    evidence: Mapping[str, EverySample | Replicates]
-    controls: Mapping[str, EverySample | Replicates]
+    evidence: Mapping[str, ReplicatesInEveryCase | Replicates]
+    controls: Mapping[str, ReplicatesInEveryCase | Replicates]
     data: xr.Dataset
     remark: str
     setting: str
-    described: Mapping[str, EverySample | Replicates] = field(default_factory=dict)
+    described: Mapping[str, ReplicatesInEveryCase | Replicates] = field(default_factory=dict)
 
 
 def _tail(case: TrialCase) -> _Part:
@@ -84,7 +84,7 @@ def _tail(case: TrialCase) -> _Part:
     faster = disorder(SA(beta=1.0, value=(1 + excess) * torch.eye(dim, dtype=torch.float64)), x, clock)
     plotted = [cells.index((kind, betas[-1])) for kind in KINDS]
     return _Part(
-        evidence={"tail": EverySample([farthest(ratio) for ratio in ratios], "starts", names, LogScale())},
+        evidence={"tail": ReplicatesInEveryCase([farthest(ratio) for ratio in ratios], "starts", names, LogScale())},
         controls={
             "planted pace that grows with time": Replicates(farthest(growing), "starts", LogScale()),
             "SA made faster by 1e-5": Replicates(farthest(tail_pace(faster)), "starts", LogScale()),
@@ -121,10 +121,10 @@ def _whole_path(case: TrialCase) -> _Part:
     ratios = [unsteadiness(pace) for pace in paces]
     frames = "frames (one beta per frame)"
     return _Part(
-        evidence={"whole path": EverySample(ratios, frames, names, LogScale())},
+        evidence={"whole path": ReplicatesInEveryCase(ratios, frames, names, LogScale())},
         controls={
             "planted steady pace": Replicates(unsteadiness(steady), "frames", LogScale()),
-            "pace of the equiangular ODE": EverySample(
+            "pace of the equiangular ODE": ReplicatesInEveryCase(
                 [largest_factor(pace, theory) for pace, theory in zip(paces, predicted, strict=True)],
                 frames,
                 names,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
+from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -61,7 +61,7 @@ def transport_map(case: TrialCase) -> Finding:
         shortage=prompts.alike,
         evidence={
             "cost ratio": _evidence(ratios, names),
-            "whole depth": _or_nothing(measured.whole_ratio.values[-1]),
+            "whole depth": _or_nothing(measured.ratio_from_start.values[-1]),
             "untrained twins": Replicates(twins.mean(-1).min(-1), "twins"),
         },
         controls={
@@ -86,7 +86,9 @@ def _evidence(ratios: np.ndarray, names: list[str]) -> Evidence:
     """The ratios of all half-steps over (half-step, prompt), or that there are none."""
     if not np.isfinite(ratios).any():
         return PremiseImpossible("no token is displaced, so that there is no ratio")
-    return EverySample([row[np.isfinite(row)] for row in ratios if np.isfinite(row).sum() > 1], "prompts", names, SHARE)
+    return ReplicatesInEveryCase(
+        [row[np.isfinite(row)] for row in ratios if np.isfinite(row).sum() > 1], "prompts", names, SHARE
+    )
 
 
 def _or_nothing(ratios: np.ndarray) -> Evidence:
@@ -172,7 +174,7 @@ def _remark(
     measured: xr.Dataset, attention: np.ndarray, silent: xr.Dataset, premise: str, potentials: dict[str, Evidence]
 ) -> str:
     ratios, sizes = measured.ratio.values[attention].mean(1), measured.relative_step.values[attention].mean(1)
-    whole = measured.whole_ratio.values[-1].mean()
+    whole = measured.ratio_from_start.values[-1].mean()
     norms = ""
     if np.isfinite(silent.ratio.values[attention]).any():
         norms = (

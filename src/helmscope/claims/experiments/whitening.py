@@ -12,7 +12,7 @@ import torch
 
 from helmscope.claims.attention_trials import AttentionTrial, by_prompt, every_layer, layer_means
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, PremiseImpossible, Replicates
+from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import small_steps_premise
@@ -63,9 +63,9 @@ def _simulated(case: TrialCase) -> Finding:
     table = torch.stack([torch.stack(pair, -1) for pairs in (gradient, carried) for pair in pairs], 1)
     whole = table.reshape(draws, 2, len(cells), 2).transpose(1, 2).flatten(2)
     return Finding(
-        evidence={"change of the share": EverySample(changes, "draws", names)},
+        evidence={"change of the share": ReplicatesInEveryCase(changes, "draws", names)},
         controls={
-            "drift -Sigma grad V": EverySample([after - before for before, after in carried], "draws", names),
+            "drift -Sigma grad V": ReplicatesInEveryCase([after - before for before, after in carried], "draws", names),
             "counterexample": Replicates(turned_counterexample(case, draws), "rotations of the axes"),
         },
         described={

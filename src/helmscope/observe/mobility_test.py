@@ -7,7 +7,7 @@ reads the state after attention, and its derivative is taken through attention. 
 the range of Sigma in the tangent space (``sigma_field`` has the formulas),
 
     share    |A|^2 / |J|^2, A the antisymmetric part of J: 0 if and only if b = Sigma grad V near x, on that range
-    outside  share of the squared tangential drift outside the range of Sigma, which no mobility Sigma can move.
+    outside_range  share of the squared tangential drift outside the range of Sigma, which no mobility Sigma can move.
 
 How to read it. A random field has a share of (r - 1) / (2 r) on r dimensions (``share_null``); ``share_attention`` is
 that of the write of attention alone.
@@ -28,14 +28,13 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.attention_noise import sample_tokens
 from helmscope.observe.drift import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
-from helmscope.observe.layer_whitening import taken
 from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
 from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_refusal
 from helmscope.observe.sigma_field import SigmaField, antisymmetric_share_of
+from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import select_systems
@@ -52,13 +51,13 @@ NAMES = {
     "share": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of the block",
     "share_null": "antisymmetric share of a random field on the range of Sigma_A",
     "share_attention": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of attention",
-    "outside": "share of the squared drift of the block outside the range of Sigma_A",
+    "outside_range": "share of the squared drift of the block outside the range of Sigma_A",
     "rank": "rank of the tangent Sigma_A of a token",
 }
 
 
 @shows_progress("measuring mobilities")
-def mobility(
+def mobility_test(
     system: System, *, tokens: int = 4, seed: int = 0, tolerance: float = 1e-6, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The antisymmetric share of the Jacobian of Sigma^-1 b at ``tokens`` tokens of each prompt, in every layer (at
@@ -72,7 +71,7 @@ def mobility(
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=1.0), torch.eye(3, dtype=torch.float64).expand(1, 3, 3), times=[0.0])
-    >>> measured = mobility(run)
+    >>> measured = mobility_test(run)
     >>> measured["rank"].item(), bool(measured.share.item() < 1)
     (2.0, True)
     """
@@ -94,7 +93,7 @@ def mobility(
 
 
 def mobility_refusal(system: System) -> str | None:
-    """Why ``mobility`` cannot be taken of a system, in one sentence; None if it can.
+    """Why ``mobility_test`` cannot be taken of a system, in one sentence; None if it can.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -116,7 +115,7 @@ class _Attended:
 class _Mobility(Instrument):
     """Collects both halves of a layer at the sampled tokens, then solves for Sigma^-1 b."""
 
-    name = "mobility"
+    name = "mobility_test"
     slopes: RecordedSlopes | None
 
     def __init__(self, system: System, *, tokens: int, seed: int, tolerance: float) -> None:
@@ -205,7 +204,7 @@ class _Mobility(Instrument):
             "share": solved[-1].share,
             "share_null": antisymmetric_share_of(random),
             "share_attention": solved[0].share,
-            "outside": solved[-1].outside,
+            "outside_range": solved[-1].outside,
             "rank": float(rank),
         }
 
