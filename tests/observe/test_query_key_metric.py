@@ -125,7 +125,9 @@ def test_loop_defects_in_closed_form():
     projector = torch.diag(torch.tensor([1.0, 1.0, 0, 0, 0, 0]).double())
     assert abs(triangle_defect(whole(projector), weights[:, :1])) < 1e-12
     assert np.isnan(triangle_defect(whole(0 * projector), weights[:, :1]))
-    mean = np.mean([triangle_defect(whole(normal(6, 6, seed=2 * k), normal(6, 6, seed=2 * k + 1)), weights) for k in range(300)])
+    mean = np.mean(
+        [triangle_defect(whole(normal(6, 6, seed=2 * k), normal(6, 6, seed=2 * k + 1)), weights) for k in range(300)]
+    )
     assert abs(mean - 1) < 0.1
 
 

@@ -84,7 +84,8 @@ def test_the_gauge_multiplies_the_printed_ratio_by_its_fourth_power_and_leaves_t
     recording = recorded()
     options = {"sigmas": [1e-3], "seeds": 2}
     plain, gauged = (
-        key_query_ratio(query_key_noise(each, forms=ALL, **options)) for each in (recording, recording.under(Gauge(factor=2)))
+        key_query_ratio(query_key_noise(each, forms=ALL, **options))
+        for each in (recording, recording.under(Gauge(factor=2)))
     )
     change = (gauged / plain).isel(sigma=0)
     assert np.abs(change.sel(form="activations") / 16 - 1).max() < 0.02
@@ -125,7 +126,9 @@ def test_blocks_that_write_nothing_are_not_damaged():
 def planted(c_query=1.0, c_key=3.0, power=2.0):
     """KL = c sigma^p with kinds that are known functions of it."""
     sigma, prompts = np.array([0.1, 0.2, 0.4]), np.array([1.0, 2.0])
-    kl = np.stack([c * sigma[:, None, None] ** power * np.array([0.5, 1.5])[:, None] * prompts for c in (c_query, c_key)])
+    kl = np.stack(
+        [c * sigma[:, None, None] ** power * np.array([0.5, 1.5])[:, None] * prompts for c in (c_query, c_key)]
+    )
     coords = {"site": ["query", "key"], "sigma": sigma, "draw": [0, 1]}
     data = {"kl": (("site", "sigma", "draw", "prompt"), kl)}
     mean = np.broadcast_to(kl.mean(2, keepdims=True), kl.shape)
@@ -168,15 +171,15 @@ def test_the_table_as_printed():
 
 def test_refusals():
     recording = recorded()
-    with pytest.raises(HelmscopeError, match="sigmas is -0.1, but it must be a finite number >= 0"):
+    with pytest.raises(HelmscopeError, match=r"sigmas is -0.1, but it must be a finite number >= 0"):
         query_key_noise(recording, sigmas=[-0.1])
-    with pytest.raises(HelmscopeError, match="sigmas is 0.1, but it must be a list of numbers"):
+    with pytest.raises(HelmscopeError, match=r"sigmas is 0.1, but it must be a list of numbers"):
         query_key_noise(recording, sigmas=0.1)
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to 2"):
         query_key_noise(recording, layers=[7])
-    with pytest.raises(HelmscopeError, match="forms is .*, but it must be a list of members of NoiseForm"):
+    with pytest.raises(HelmscopeError, match=r"forms is .*, but it must be a list of members of NoiseForm"):
         query_key_noise(recording, forms=["matched"])
-    with pytest.raises(HelmscopeError, match="sites holds Site.VALUE, but NoiseForm.MATCHED compares queries with keys"):
+    with pytest.raises(HelmscopeError, match=r"sites holds Site.VALUE, but NoiseForm.MATCHED compares queries"):
         query_key_noise(recording, sites=[Site.VALUE])
     with pytest.raises(HelmscopeError, match="seeds is 0, but it must be"):
         query_key_noise(recording, seeds=0)

@@ -69,8 +69,8 @@ class OneSidedEdit(SiteEdit):
             texts, heads = strength.shape[1:]
             if texts != context.texts or value.shape[1] % heads:
                 raise HelmscopeError(
-                    f"strength has {texts} texts and {heads} heads, but layer {context.layer} has {context.texts} texts "
-                    f"and {value.shape[1]} heads"
+                    f"strength has {texts} texts and {heads} heads, but layer {context.layer} has {context.texts} "
+                    f"texts and {value.shape[1]} heads"
                 )
             of_heads = strength[context.layer, context.rows]
             strength = of_heads.repeat_interleave(value.shape[1] // heads, 1)[..., None, None].to(value)

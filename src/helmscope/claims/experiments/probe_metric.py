@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, PairedDifferences, PremiseImpossible, Replicates
+from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -71,7 +71,7 @@ def probe_metric(case: TrialCase) -> Finding:
             **_kinds(matched),
             **contrast.described("log ratio, matched"),
         },
-        printed=EverySample(
+        printed=ReplicatesInEveryCase(
             [printed_ratio.sel(sigma=sigma).values for sigma in case.constant("sigmas")],
             "prompts",
             [f"sigma = {sigma:g}" for sigma in case.constant("sigmas")],
@@ -140,7 +140,9 @@ def _gauge(case: TrialCase, recording: Recording, matched: xr.Dataset, printed: 
 def _slopes(case: TrialCase, matched: xr.Dataset) -> Evidence:
     slope = damage_slope(matched.sel(sigma=list(case.constant("slope_sigmas"))))
     sites = ("query", "key")
-    return EverySample([slope.sel(site=site).values for site in sites], "prompts", [f"{site} noise" for site in sites])
+    return ReplicatesInEveryCase(
+        [slope.sel(site=site).values for site in sites], "prompts", [f"{site} noise" for site in sites]
+    )
 
 
 def _silent(case: TrialCase, recording: Recording) -> Evidence:
