@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 
 class OneSidedEdit(SiteEdit):
-    """Base of edits of queries or keys with a strength: a number, or one number for every layer, text and key head."""
+    """Base of edits of queries or keys with a strength: a number, or one number for every layer, text and key head.
+
+    >>> isinstance(Blur(site=Site.QUERY), OneSidedEdit), Blur().strength
+    (True, 1.0)
+    """
 
     allowed = (Site.QUERY, Site.KEY)
     strength: float | Float[Tensor, "layer batch kv_heads"]
@@ -56,11 +60,21 @@ class OneSidedEdit(SiteEdit):
 
     @abstractmethod
     def changed(self, value: Tensor, context: EditContext) -> Float[Tensor, "rows heads n r"]:
-        """f(x), the vectors under the full change."""
+        """f(x), the vectors under the full change.
+
+        >>> from helmscope.models.watch import EditContext
+        >>> context = EditContext(site=Site.KEY, layer=0, rows=slice(0, 1), texts=1)
+        >>> Blur(kernel=[1.0, 1.0]).changed(torch.tensor([[[[0.0], [2.0]]]]), context).flatten().tolist()
+        [0.0, 1.0]
+        """
 
     @abstractmethod
     def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Self:
-        """The edit with its strength multiplied by factors."""
+        """The edit with its strength multiplied by factors.
+
+        >>> Blur(strength=0.5).times(torch.ones(12, 1, 6)).strength.shape
+        torch.Size([12, 1, 6])
+        """
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
         """x + t (f(x) - x)."""

@@ -16,7 +16,7 @@ from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.query_key import Gauge, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
-from helmscope.observe.noise_ratio import KINDS, at_equal_damage, damage_slope, key_query_ratio
+from helmscope.observe.noise_ratio import at_equal_damage, damage_slope, key_query_ratio
 from helmscope.observe.query_key_noise import NoiseForm, query_key_noise, query_key_noise_by_layer
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
@@ -204,7 +204,8 @@ def _described_forms(others: xr.Dataset | None, matched: xr.Dataset) -> dict[str
 def _kinds(matched: xr.Dataset) -> dict[str, Evidence]:
     """What noise on keys does minus what noise on queries does, at equal KL."""
     equal = at_equal_damage(matched)
-    differences = {kind: equal[kind].sel(site="key") - equal[kind].sel(site="query") for kind in KINDS}
+    kinds = [str(name) for name in equal.data_vars if name != "equal_kl"]
+    differences = {kind: equal[kind].sel(site="key") - equal[kind].sel(site="query") for kind in kinds}
     return {
         f"{kind.replace('_', ' ')} at equal KL, keys minus queries": PairedDifferences(found.values, "prompts")
         for kind, found in ((kind, values.dropna("prompt")) for kind, values in differences.items())
