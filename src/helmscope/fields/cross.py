@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CrossAttention(Field):
-    """x_i' = P_{x_i} sum_j p_ij V y_j, with the tokens y_j of ``context`` (*batch, m, d) held fixed and weighted by
-    ``context_weights`` (*batch, m).
+    """Attention to a second cloud: x_i' = P_{x_i} sum_j p_ij V y_j, with the tokens y_j of ``context`` (*batch, m, d)
+    held fixed and weighted by ``context_weights`` (*batch, m).
 
     The tokens x do not attend to each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. Sums over the context
     are computed by ``kernels/``: if either cloud has more than 2,048 tokens, no n x m matrix is stored. Raises

@@ -20,8 +20,8 @@ TIE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 @dataclass(frozen=True, eq=False)
 class Hardmax(Softmax):
-    """x_i' = P_{x_i} V sum_{j in A_i} m_j x_j / sum_{j in A_i} m_j,  A_i = {j : l_ij >= max_k l_ik - tau},
-    l_ij = x_i^T B x_j + bias_ij: the limit of SA [Geshkovski et al. 2023] as beta tends to infinity.
+    """Hardmax attention: x_i' = P_{x_i} V sum_{j in A_i} m_j x_j / sum_{j in A_i} m_j,  A_i = {j : l_ij >= max_k l_ik -
+    tau}, l_ij = x_i^T B x_j + bias_ij: the limit of SA [Geshkovski et al. 2023] as beta tends to infinity.
 
     ``SA(beta, bias=beta * bias)`` converges to it at the rate e^{-beta gap}, where gap is the difference between the
     largest and the second largest logit. Keys within tau = ``tie_tolerance`` >= 0 of the largest logit are averaged by

@@ -52,7 +52,8 @@ class JacobianSplit(ConciseRepr):
 def jacobian_split(
     force: Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]], x: Float[Tensor, "*batch d"]
 ) -> JacobianSplit:
-    """S = (Df + Df^T)/2 and A = (Df - Df^T)/2, Df_ij = d f_i / d x_j, of a force at each point of x.
+    """Symmetric and antisymmetric parts of a Jacobian: S = (Df + Df^T)/2 and A = (Df - Df^T)/2, Df_ij = d f_i / d x_j,
+    of a force at each point of x.
 
     f is a gradient on a ball iff A = 0 on it; a divergence-free f has tr S = 0, but not always S = 0. ``force`` acts on
     the last axis and must not mix points: it may be an MLP, but not attention. It is evaluated once, and the d rows

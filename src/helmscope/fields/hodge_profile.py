@@ -29,6 +29,7 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError, type_with_article
 
@@ -287,7 +288,7 @@ def _march(p: Tensor, drag: Tensor, source: Tensor) -> Float[Tensor, "lines pane
     edge_value, panels = torch.zeros_like(source[:, 0, :1]), []
     for i in reversed(range(p.shape[1])):
         rows = p[:, i, :, None] * slopes - drag[:, i, :, None] * powers
-        panels.append(torch.linalg.solve(torch.cat([rows, edge], 1), torch.cat([-source[:, i], edge_value], 1)))
+        panels.append(lu.solve(torch.cat([rows, edge], 1), torch.cat([-source[:, i], edge_value], 1)))
         edge, edge_value = torch.ones_like(edge), _left_end(panels[-1]).unsqueeze(1)
     return torch.stack(panels[::-1], 1)
 

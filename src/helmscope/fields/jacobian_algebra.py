@@ -41,7 +41,7 @@ BLOCK = 128  # neurons per block of a symmetric form, of which only one triangle
 
 @dataclass(frozen=True, eq=False)
 class JacobianInvariants(ConciseRepr):
-    """tr J, tr J^2 and |J|_F^2 of a matrix J at each point.
+    """Invariants of a matrix J at each point: tr J, tr J^2 and |J|_F^2.
 
     >>> shear = JacobianInvariants(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(1.0))  # [[0, 1], [0, 0]]
     >>> shear.antisymmetric_share

@@ -154,7 +154,8 @@ class Force(Field):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLP(Force):
-    """f(x) = w_out s(w_in x + b_in) + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
+    """Multilayer perceptron with one hidden layer: f(x) = w_out s(w_in x + b_in) + b_out [Helmholtz Transformer, no.
+    3], at any x of R^d.
 
     ``w_in`` (hidden, dim) has rows v_j, ``w_out`` (dim, hidden) columns w_j. A row v_j = 0 is allowed: that neuron is
     constant. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
@@ -198,7 +199,8 @@ class MLP(Force):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GatedMLP(Force):
-    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
+    """Gated multilayer perceptron, such as SwiGLU: f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out
+    [Helmholtz Transformer, no. 3], at any x of R^d.
 
     ``w_gate`` (hidden, dim) has rows g_j, ``w_up`` (hidden, dim) rows u_j, ``w_out`` (dim, hidden) columns w_j; any
     row may be 0. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises

@@ -48,7 +48,8 @@ PER_HEAD = ("beta", "query_key", "value", "bias")  # the attributes in which hea
 
 @dataclass(frozen=True, eq=False)
 class MultiHead(Field):
-    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j [Mean-field notes]; ``scale`` defaults to 1 / number of heads.
+    """Multi-head attention: x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j [Mean-field notes]; ``scale`` defaults to 1
+    / number of heads.
 
     ``heads`` are fields of one class, SA, USA, Hardmax or SinkhornAttention; they may differ in beta, matrices and
     bias, and must agree in everything else. Ranks of ``LowRank`` matrices may differ. ``scale=1.0`` is the sum that a

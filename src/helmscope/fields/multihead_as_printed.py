@@ -34,8 +34,8 @@ class PointwiseForce(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MultiHeadAsPrinted(Field):
-    """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as the [Mean-field notes] print it: the MLP inside the
-    projection.
+    """Multi-head attention as printed: x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as the [Mean-field
+    notes] print it: the MLP inside the projection.
 
     A transformer instead adds the MLP to the residual stream after attention (``Block``). The flow as printed is not a
     gradient flow, even for USA heads with symmetric V_h = B_h. ``heads`` as in ``MultiHead``; ``mlps``, one per head.

@@ -142,7 +142,8 @@ class Noise(ConciseRepr, ABC):
 
 @dataclass(frozen=True)
 class IsotropicNoise(Noise):
-    """M = nu I, sigma = sqrt(2 nu) I, nu >= 0: Brownian motion with the generator nu Lap_S, under every process.
+    """Isotropic noise: M = nu I, sigma = sqrt(2 nu) I, nu >= 0, Brownian motion with the generator nu Lap_S, under
+    every process.
 
     Without a field E<a, X_t> = e^{-nu (d-1) t} <a, x0>, and harmonics of degree k decay as e^{-nu k (k+d-2) t}. Raises
     ``HelmscopeError`` unless nu is finite and >= 0.

@@ -135,8 +135,8 @@ class Norm(ConciseRepr, ABC):
 
 @dataclass(frozen=True, eq=False)
 class UnitNorm(Norm):
-    """N(y) = y / |y|, the norm of theory [Helmholtz Transformer, no. 1]. Jacobian (I - x x^T) / |y| with x = N(y), of
-    rank d - 1.
+    """Normalization to length 1: N(y) = y / |y|, the norm of theory [Helmholtz Transformer, no. 1]. Jacobian (I - x
+    x^T) / |y| with x = N(y), of rank d - 1.
 
     It has no gain, bias or eps; y = 0 is mapped to NaN.
 
@@ -168,8 +168,8 @@ class UnitNorm(Norm):
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm(Norm):
-    """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d ([Helmholtz Transformer, no. 1]; Zhang and Sennrich 2019,
-    arXiv:1910.07467).
+    """Root mean square normalization: N(y) = G y / sqrt(s^2 + eps), s^2 = |y|^2 / d ([Helmholtz Transformer, no. 1];
+    Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Equal to ``torch.nn.functional.rms_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps)) maps the
     radial direction x = y / |y| to G x eps / (s^2 + eps)^(3/2), which is 0 only if eps = 0. ``gain`` (d,) defaults to
@@ -205,8 +205,8 @@ class RMSNorm(Norm):
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm(Norm):
-    """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d ([Helmholtz Transformer, no. 1]; Ba, Kiros and Hinton 2016,
-    arXiv:1607.06450).
+    """Layer normalization: N(y) = G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d ([Helmholtz Transformer, no. 1];
+    Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
     Equal to ``torch.nn.functional.layer_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps)),
     x = C y / |C y|, has rank d - 2 if eps = 0: neither the mean nor the length of C y matters. ``gain`` (d,) defaults

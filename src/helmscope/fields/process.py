@@ -57,7 +57,8 @@ class LayerNormChain(Process):
 
 @dataclass(frozen=True)
 class Stratonovich(Process):
-    """dX = P f dt + P sigma o dW: beta = (1/2) sum_k P D A_k[A_k], A_k = P sigma e_k; -P M x where sigma is constant.
+    """Stratonovich process: dX = P f dt + P sigma o dW, beta = (1/2) sum_k P D A_k[A_k], A_k = P sigma e_k; -P M x
+    where sigma is constant.
 
     >>> from helmscope.fields.noise import MatrixNoise
     >>> x = torch.tensor([[0.6, 0.8]])
@@ -72,7 +73,7 @@ class Stratonovich(Process):
 
 @dataclass(frozen=True)
 class Ito(Process):
-    """dX = P f dt + P sigma dW - tr(P M) X dt, whose last term keeps it on the sphere: beta = 0.
+    """Ito process: dX = P f dt + P sigma dW - tr(P M) X dt, whose last term keeps it on the sphere: beta = 0.
 
     >>> from helmscope.fields.noise import MatrixNoise
     >>> Ito().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), torch.tensor([[0.6, 0.8]]))

@@ -20,6 +20,7 @@ import torch
 
 from helmscope.fields.attention import Softmax, softmax_kernel
 from helmscope.fields.parameters import number_or_tensor
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import untransformed_logits
 from helmscope.types import HelmscopeError, check_integer, check_real
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SinkhornAttention(Softmax):
-    """x_i' = P_{x_i} sum_j p_ij V x_j with the bistochastic scaling p of e^{l_ij}, l_ij = beta x_i^T B x_j + bias_ij:
-    rows sum to 1, and columns weighted by m reproduce m [Helmholtz Transformer, no. 2], so that m_i p_ij couples the
-    measure with itself.
+    """Attention with doubly stochastic weights: x_i' = P_{x_i} sum_j p_ij V x_j with the bistochastic scaling p of
+    e^{l_ij}, l_ij = beta x_i^T B x_j + bias_ij: rows sum to 1, and columns weighted by m reproduce m [Helmholtz
+    Transformer, no. 2], so that m_i p_ij couples the measure with itself.
 
     Tokens of weight 0 attend but are not attended to. The scaling is computed in the log domain by alternating one
     Sinkhorn sweep and one damped Newton step on the dual, at most ``max_sweeps`` times, until the marginal error
@@ -156,7 +157,7 @@ def _solve(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
         swept = scaling.columns(scaling.rows(g))
         g = torch.where(done.unsqueeze(-1), g, swept)
         misfit, hessian, error = scaling.evaluate(g)
-        step = -scaling.per_root * torch.linalg.solve_ex(hessian, misfit.unsqueeze(-1)).result.squeeze(-1)
+        step = -scaling.per_root * lu.solve_ex(hessian, misfit.unsqueeze(-1)).result.squeeze(-1)
         width = step.amax(-1) - step.amin(-1)
         done = done | ((error <= (16 * _rounding_error(g)).clamp(min=tol)) & (width <= 0.1))
         if bool((done | ~torch.isfinite(error)).all()):  # systems that are not finite stay so
@@ -165,7 +166,7 @@ def _solve(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
         damping = torch.where(width > 0, torch.log1p(width) / width, 1.0)
         g = torch.where(done.unsqueeze(-1), g, g + damping.unsqueeze(-1) * step)
     _, hessian, error = scaling.evaluate(g)
-    inverse = torch.linalg.inv_ex(hessian).inverse
+    inverse = lu.inv_ex(hessian).inverse
     response = scaling.per_root.unsqueeze(-1) * inverse * scaling.per_root.unsqueeze(-2)
     return Dual(g, response, torch.where(scaling.possible, error, torch.inf), done & scaling.possible)
 

@@ -1,10 +1,10 @@
-"""Guards that keep results independent of global torch settings such as autocast, the default device and vmap."""
+"""Guards that keep results independent of global torch settings: autocast, the default device, threads, and vmap."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +46,30 @@ def full_precision(function: Callable[Params, Result]) -> Callable[Params, Resul
             return function(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context manager: within it, torch uses one CPU thread. The caller's number is restored afterwards, also after an
+    error.
+
+    torch stores the number per Python thread, so other threads that have already used torch keep theirs. A Python
+    thread that first uses torch within the context inherits the 1, and keeps it until it calls
+    ``torch.set_num_threads``; that affects its speed, not its results.
+
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:

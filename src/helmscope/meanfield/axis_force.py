@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisForce(Field):
-    """x' = P_x (h e) + s J x = grad_S U + R, with U = h <x, e>, e the first axis, h = ``height``, s = ``swirl``, and J
-    the rotation from the first axis to the second.
+    """A force along an axis with a rotation: x' = P_x (h e) + s J x = grad_S U + R, with U = h <x, e>, e the first
+    axis, h = ``height``, s = ``swirl``, and J the rotation from the first axis to the second.
 
     With noise nu I and no swirl its stationary density is ~ e^{h <x, e> / nu}. R = s J x is free of divergence, but
     does work: <R, grad U> = -h s x_2, so that the free energy need not fall. Raises ``HelmscopeError`` unless both are

@@ -26,6 +26,7 @@ from scipy.optimize import brentq
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
 from helmscope.fields.noise import IsotropicNoise
+from helmscope.geometry import lu
 from helmscope.geometry.harmonics import exponential_degree
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
@@ -223,7 +224,7 @@ def _point_at(equation: ForwardEquation, guess: Tensor, nu: float, order: float)
         linear = Linearization(equation, modes)
         matrix = linear.matrix[1:, 1:] + (1 - nu) * torch.diag(equation.decay[1:])
         matrix[:, 0] = -(equation.decay * modes)[1:]  # the derivative in nu takes the place of that in modes_1
-        change = torch.linalg.solve(matrix / equation.decay[1:, None], -scaled)
+        change = lu.solve(matrix / equation.decay[1:, None], -scaled)
         nu += float(change[0])
         modes[2:] += change[1:]
     return None

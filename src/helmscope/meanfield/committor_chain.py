@@ -25,8 +25,8 @@ ROW_SUM_TOLERANCE = 1e-9
 def chain_committor(
     transition: Float[Tensor, "n n"] | sparse.sparray, a: Bool[Tensor, " n"], b: Bool[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """q for a chain with the given transition matrix, in float64: the solution of a linear system, dense or, for a
-    SciPy sparse array, sparse.
+    """Committor q of a Markov chain with the given transition matrix, in float64: the solution of a linear system,
+    dense or, for a SciPy sparse array, sparse.
 
     ``a`` and ``b`` mark the states of the two sets. Raises ``HelmscopeError`` unless rows are probabilities, the sets
     are disjoint and not empty, and every state can reach one of them: elsewhere q is not defined.

@@ -37,7 +37,7 @@ def zonal_committor(
     high: float,
     potential: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """q(s) on S^(dim-1), by quadrature to about 1e-14, in float64.
+    """Committor q(s) on S^(dim-1) as a function of s = <x, e>, by quadrature to about 1e-14, in float64.
 
     ``potential`` is U(s), a function of a float64 tensor with values in [low, high]; without it U = 0. Raises
     ``HelmscopeError`` unless nu > 0 (a deterministic flow has no committor), -1 < low < high < 1, s is in [-1, 1] and

@@ -33,7 +33,7 @@ FLOOR = 1e-13  # of the largest value: where a density is smaller, its series is
 
 @dataclass(frozen=True)
 class EntropyRate:
-    """The terms of dH/dt.
+    """The rate of the entropy of a density, dH/dt, term by term.
 
     >>> EntropyRate(drift=-0.25, process=0.0, diffusion=0.05).total
     -0.2
@@ -50,7 +50,7 @@ class EntropyRate:
 
 
 def entropy_rate(density: Density, field: object = None, noise: Noise | None = None, *, t: float = 0.0) -> EntropyRate:
-    """dH/dt of a density under ``field`` and ``noise``, as ``evolve`` takes them, term by term:
+    """Rate dH/dt of the entropy of a density under ``field`` and ``noise``, as ``evolve`` takes them, term by term:
 
         dH/dt = E[div_S(P f)] + E[div_S a] + E[<grad log rho, Sigma grad log rho>],
 
@@ -73,7 +73,7 @@ def entropy_rate(density: Density, field: object = None, noise: Noise | None = N
 
 
 def fisher_information(density: Density, noise: Noise | None = None) -> float:
-    """E[<grad log rho, Sigma grad log rho>], with Sigma = I without a noise: the Fisher information of location.
+    """Fisher information of location, E[<grad log rho, Sigma grad log rho>], with Sigma = I without a noise.
 
     For a von Mises-Fisher density it is (d - 1) kappa A_d(kappa), A_d = I_{d/2} / I_{d/2-1}. Points where the density
     is below 1e-13 of its maximum are left out. Raises ``HelmscopeError`` for bad input.

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ForwardEquation:
-    """d_t rho = -div_S(rho b') + div_S(Sigma grad_S rho), with Sigma = nu I + ``excess``, on a grid.
+    """The forward equation of a density: d_t rho = -div_S(rho b') + div_S(Sigma grad_S rho), with Sigma = nu I +
+    ``excess``, on a grid.
 
     ``nu`` is the isotropic part of the diffusion, which is diagonal in the harmonics: for anisotropic noise the middle
     between the smallest and the largest eigenvalue of Sigma. ``excess``, the rest of it, and ``correction``, the drift

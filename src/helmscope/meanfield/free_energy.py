@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FreeEnergyRate:
-    """The terms of dF/dt.
+    """The rate of the free energy of a density, dF/dt, term by term.
 
     >>> FreeEnergyRate(relaxation=-0.5, swirl_work=0.25, swirl_expansion=0.125).total
     -0.125
@@ -64,9 +64,9 @@ def free_energy(
     potential: Potential | Callable[[Tensor], Tensor] | None = None,
     field: USA | None = None,
 ) -> float:
-    """F = nu Ent - int U rho for a force grad U + R with the ``potential`` U, or F = nu Ent - c E for ``field``, USA
-    with V = c I. Ent = int rho log rho with respect to surface area, and E = (1/(2 beta)) int int e^{beta <x, y>} rho
-    rho.
+    """Free energy of a density: F = nu Ent - int U rho for a force grad U + R with the ``potential`` U, or F = nu Ent -
+    c E for ``field``, USA with V = c I. Ent = int rho log rho with respect to surface area, and E = (1/(2 beta)) int
+    int e^{beta <x, y>} rho rho.
 
     ``potential`` is a ``Potential`` such as ``helmholtz(mlp)``, or a function (m, d) -> (m,) of unit vectors, and
     ``noise`` is ``IsotropicNoise(nu)`` or the number nu. Raises ``HelmscopeError`` unless exactly one of potential and
@@ -90,7 +90,8 @@ def free_energy(
 def free_energy_as_printed(
     density: Density, *, noise: IsotropicNoise | float, potential: Potential | Callable[[Tensor], Tensor]
 ) -> float:
-    """nu Ent + int U rho, which the source prints for the force +grad U. It increases along that flow.
+    """Free energy as printed: nu Ent + int U rho, which the source prints for the force +grad U. It increases along
+    that flow.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> grid = CircleGrid(degree=16)
@@ -110,7 +111,7 @@ def free_energy_rate(
     field: object = None,
     t: float = 0.0,
 ) -> FreeEnergyRate:
-    """dF/dt of ``free_energy`` under ``field`` and ``noise``, term by term:
+    """Rate dF/dt of ``free_energy`` under ``field`` and ``noise``, term by term:
 
         dF/dt = -int |grad(nu log rho - U)|^2 rho - int rho <R, grad U> - nu int rho div R,
 
@@ -151,8 +152,8 @@ def free_energy_rate(
 
 
 def density_interaction_energy(density: Density, *, beta: float) -> float:
-    """E = (1/(2 beta)) int int e^{beta <x, y>} rho(x) rho(y), from the series: (1/(2 beta)) sum_i mu_i modes_i^2, with
-    the multipliers mu of the kernel.
+    """Interaction energy of a density, E = (1/(2 beta)) int int e^{beta <x, y>} rho(x) rho(y), from the series: (1/(2
+    beta)) sum_i mu_i modes_i^2, with the multipliers mu of the kernel.
 
     Exact for a truncated density also on a ``ZonalGrid``, where that of its ``cloud`` is not. Raises ``HelmscopeError``
     for beta = 0, if the degree of the grid is too small for beta, and where e^beta overflows.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.meanfield.entropy_rate import EntropyRate
 from helmscope.meanfield.free_energy import FreeEnergyRate
@@ -57,7 +58,7 @@ class Gaussian:
     @property
     def entropy(self) -> float:
         """H = (1/2) log det(2 pi e C)."""
-        logdet = float(torch.linalg.slogdet(self.covariance).logabsdet)
+        logdet = float(lu.slogdet(self.covariance).logabsdet)
         return (self.dim * (1 + math.log(2 * math.pi)) + logdet) / 2
 
     @cached_property
@@ -101,7 +102,8 @@ class Gaussian:
 def gaussian_entropy_rate(
     gaussian: Gaussian, *, drift: Float[Tensor, "d d"], diffusion: float | Float[Tensor, "d d"] = 0.0
 ) -> EntropyRate:
-    """dH/dt = tr A + tr(M C^{-1}) under dX = A X dt + sqrt(2 M) dW. M is constant, so the process makes no difference.
+    """Rate of a Gaussian's entropy: dH/dt = tr A + tr(M C^{-1}) under dX = A X dt + sqrt(2 M) dW. M is constant, so the
+    process makes no difference.
 
     ``diffusion`` is M, or nu for nu I. Raises ``HelmscopeError`` for matrices of other shapes and if M is not symmetric
     and positive semi-definite.
@@ -111,13 +113,14 @@ def gaussian_entropy_rate(
     """
     gaussian = check_gaussian("gaussian", gaussian)
     matrix = check_square("drift", drift, gaussian.dim)
-    spread = torch.linalg.solve(gaussian.covariance, check_diffusion(diffusion, gaussian.dim))
+    spread = lu.solve(gaussian.covariance, check_diffusion(diffusion, gaussian.dim))
     return EntropyRate(float(matrix.trace()), 0.0, float(spread.trace()))
 
 
 @full_precision
 def gaussian_free_energy(gaussian: Gaussian, *, stiffness: Float[Tensor, "d d"], nu: float) -> float:
-    """F = -nu H + E[X^T S X] / 2 in the energy V = x^T S x / 2 with the symmetric ``stiffness`` S, and noise nu I.
+    """Free energy of a Gaussian: F = -nu H + E[X^T S X] / 2 in the energy V = x^T S x / 2 with the symmetric
+    ``stiffness`` S, and noise nu I.
 
     >>> gaussian_free_energy(Gaussian(torch.zeros(1), torch.eye(1)), stiffness=torch.eye(1), nu=0.0)
     0.5
@@ -130,8 +133,8 @@ def gaussian_free_energy(gaussian: Gaussian, *, stiffness: Float[Tensor, "d d"],
 
 @full_precision
 def gaussian_free_energy_rate(gaussian: Gaussian, *, drift: Float[Tensor, "d d"], nu: float) -> FreeEnergyRate:
-    """dF/dt under dX = A X dt + sqrt(2 nu) dW, with F for the stiffness S = -(A + A^T) / 2; the antisymmetric rest of A
-    is the swirl, which is free of divergence.
+    """Rate dF/dt of a Gaussian's free energy under dX = A X dt + sqrt(2 nu) dW, with F for the stiffness S = -(A + A^T)
+    / 2; the antisymmetric rest of A is the swirl, which is free of divergence.
 
     >>> stiff, swirl = torch.tensor([[2.0, 0.3], [0.3, 1.0]]), torch.tensor([[0.0, 1.5], [-1.5, 0.0]])
     >>> gaussian = Gaussian(torch.zeros(2), torch.tensor([[1.0, 0.2], [0.2, 0.5]]))
@@ -141,7 +144,7 @@ def gaussian_free_energy_rate(gaussian: Gaussian, *, drift: Float[Tensor, "d d"]
     gaussian, nu = check_gaussian("gaussian", gaussian), check_real("nu", nu, at_least=0)
     matrix = check_square("drift", drift, gaussian.dim)
     stiffness, swirl = -(matrix + matrix.mT) / 2, (matrix - matrix.mT) / 2
-    pull = stiffness - nu * torch.linalg.inv(gaussian.covariance)
+    pull = stiffness - nu * lu.inv(gaussian.covariance)
     relaxation = -float((pull @ gaussian.covariance @ pull.mT).trace()) - float((stiffness @ gaussian.mean).norm()) ** 2
     second = gaussian.covariance + torch.outer(gaussian.mean, gaussian.mean)
     return FreeEnergyRate(relaxation, float((swirl.mT @ stiffness @ second).trace()), 0.0)

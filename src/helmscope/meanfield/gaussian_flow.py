@@ -28,6 +28,7 @@ import torch
 from scipy.integrate import solve_ivp
 from scipy.linalg import solve_continuous_lyapunov
 
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.gaussian import Gaussian, check_diffusion, check_gaussian, check_square, check_vector
 from helmscope.types import HelmscopeError, Outcome, Status, check_real, check_times, pluralized
@@ -127,7 +128,7 @@ def stationary_gaussian(
             f"drift has an eigenvalue with real part {highest:.6g}, but a stationary law needs all of them below 0"
         )
     covariance = torch.from_numpy(solve_continuous_lyapunov(matrix.numpy(), -2 * spread.numpy()))
-    return Gaussian(torch.linalg.solve(matrix, -push), _symmetrized(covariance))
+    return Gaussian(lu.solve(matrix, -push), _symmetrized(covariance))
 
 
 @full_precision
@@ -184,8 +185,8 @@ def evolve_attention_gaussian(
 
 
 def attention_blow_up_time(start: Gaussian, *, beta: float) -> float:
-    """1 / (2 beta |C|), the time at which the covariance becomes infinite under attention on R^d with V = I and without
-    noise; infinity for beta = 0.
+    """Blow-up time 1 / (2 beta |C|), the time at which the covariance becomes infinite under attention on R^d with V =
+    I and without noise; infinity for beta = 0.
 
     >>> attention_blow_up_time(Gaussian(torch.zeros(1), torch.eye(1)), beta=1.0)
     0.5

@@ -52,8 +52,8 @@ def growth_rates(field: SA | USA, *, dim: int, nu: float = 0.0, degree: int = 16
 
 
 def critical_nu(field: SA | USA, *, dim: int) -> float:
-    """nu_c, the noise above which the uniform density of S^(dim-1) is stable; 0 if it is stable without noise, as for
-    V = -I.
+    """Critical noise nu_c, above which the uniform density of S^(dim-1) is stable; 0 if it is stable without noise, as
+    for V = -I.
 
     Raises ``HelmscopeError`` as ``growth_rates`` does.
 

@@ -29,6 +29,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, gmres
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import Noise
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.attention_potential import attention_potential
 from helmscope.meanfield.density import Density, check_nonnegative
@@ -287,7 +288,7 @@ def _newton_step(linear: Linearization, error: Tensor) -> Tensor:
     if len(error) <= DENSE:
         matrix = -linear.matrix[1:, 1:] / decay[:, None] + tangents @ tangents.mT
         if isinstance(linear.equation.drift, AttentionDrift | ForceDrift):
-            regular: Tensor = torch.linalg.solve(matrix, -error)
+            regular: Tensor = lu.solve(matrix, -error)
             return regular
         shortest: Tensor = torch.linalg.lstsq(matrix, -error[:, None], driver="gelsd", rcond=1e-9).solution[:, 0]
         return shortest  # other attention may have rotations of its own

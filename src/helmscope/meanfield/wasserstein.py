@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from scipy.interpolate import CubicSpline
 
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import DensityPath
@@ -68,7 +69,8 @@ def wasserstein_gradient(
 def descent_velocity(
     density: Density, first_variation: Float[Tensor, " m"] | FirstVariation
 ) -> Float[Tensor, "m components"]:
-    """x' = -grad(df/drho), the velocity of particles along d_t rho = -nabla_W2 f: components at the points of the grid.
+    """Steepest descent x' = -grad(df/drho), the velocity of particles along d_t rho = -nabla_W2 f: components at the
+    points of the grid.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> velocity = descent_velocity(Density.uniform(CircleGrid(degree=8)), lambda x: x[:, 1])
@@ -81,8 +83,8 @@ def descent_velocity(
 def descent_velocity_as_printed(
     density: Density, first_variation: Float[Tensor, " m"] | FirstVariation
 ) -> Float[Tensor, "m components"]:
-    """x' = +grad(df/drho), as the lecture prints the particles of d_t rho = -nabla_W2 f. The sign is wrong: f
-    increases.
+    """Steepest descent as printed: x' = +grad(df/drho), as the lecture prints the particles of d_t rho = -nabla_W2 f.
+    The sign is wrong: f increases.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.von_mises_fisher(CircleGrid(degree=16), kappa=1.0)
@@ -98,7 +100,8 @@ def energy_rate(
     first_variation: Float[Tensor, " m"] | FirstVariation,
     velocity: Float[Tensor, "m components"],
 ) -> float:
-    """df/dt = int <grad(df/drho), v> rho of a functional along d_t rho = -div_S(rho v), v by components at the points.
+    """Rate of a functional: df/dt = int <grad(df/drho), v> rho along d_t rho = -div_S(rho v), v by components at the
+    points.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.uniform(CircleGrid(degree=8))
@@ -114,8 +117,8 @@ def energy_rate(
 
 
 def internal_energy_gradient(density: Density, u: FirstVariation) -> Float[Tensor, " modes"]:
-    """nabla_W2 f = -div_S(p u''(p) grad p) for f(p) = int u(p(x)) dx, p with respect to surface area; u is a smooth
-    function of numbers that torch can differentiate twice.
+    """Wasserstein gradient of an internal energy: nabla_W2 f = -div_S(p u''(p) grad p) for f(p) = int u(p(x)) dx, p
+    with respect to surface area; u is a smooth function of numbers that torch can differentiate twice.
 
     It is ``wasserstein_gradient`` of u'(p). Raises ``HelmscopeError`` if u(p) or u''(p) is not finite, as for u = p log
     p where the density is not positive.
@@ -162,14 +165,15 @@ def continuity_potential(density: Density, h: Float[Tensor, " modes"]) -> Float[
             "positive density"
         )
     if len(grid.degrees) <= MAX_DENSE:
-        solution = torch.linalg.solve(stiffness_matrix(grid, rho)[1:, 1:], right[1:])
+        solution = lu.solve(stiffness_matrix(grid, rho)[1:, 1:], right[1:])
         return torch.cat([right[:1] * 0, solution])
     return _conjugate_gradients(grid, rho, right)
 
 
 @full_precision
 def wasserstein_inner_product(density: Density, h1: Float[Tensor, " modes"], h2: Float[Tensor, " modes"]) -> float:
-    """<h1, h2>_rho = int <grad phi1, grad phi2> rho = int phi1 h2, where -div_S(rho grad phi_i) = h_i.
+    """Wasserstein inner product of two changes of a density: <h1, h2>_rho = int <grad phi1, grad phi2> rho = int phi1
+    h2, where -div_S(rho grad phi_i) = h_i.
 
     Raises ``HelmscopeError`` as ``continuity_potential`` does.
 
@@ -185,7 +189,8 @@ def wasserstein_inner_product(density: Density, h1: Float[Tensor, " modes"], h2:
 def benamou_brenier_energy(
     densities: DensityPath | Iterable[Density], times: Iterable[float] | Tensor | None = None
 ) -> float:
-    """int ||d_t rho||^2_rho dt of a path of densities: the kinetic energy of the least velocity that moves it.
+    """Benamou-Brenier energy int ||d_t rho||^2_rho dt of a path of densities: the kinetic energy of the least velocity
+    that moves it.
 
     A ``DensityPath`` has its own times. Between the times the path is a cubic spline of the coefficients, and the
     error is of order dt^4 (of lower order on an uneven grid of times). For times from 0 to 1 the energy is at least

@@ -120,9 +120,9 @@ def is_gradient_flow(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"], *
 
 @full_precision
 def stationary_current(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """S C - Sigma, an antisymmetric matrix: the stationary probability current is -(S C - Sigma) C^{-1} x rho(x). It is
-    0 iff the process is reversible, which is iff ``is_gradient_flow``. C is the covariance of
-    ``stationary_gaussian(drift=-S, diffusion=Sigma)``.
+    """The matrix S C - Sigma of the stationary current, antisymmetric: the stationary probability current is -(S C -
+    Sigma) C^{-1} x rho(x). It is 0 iff the process is reversible, which is iff ``is_gradient_flow``. C is the
+    covariance of ``stationary_gaussian(drift=-S, diffusion=Sigma)``.
 
     Raises ``HelmscopeError`` unless all eigenvalues of S have positive real parts.
 

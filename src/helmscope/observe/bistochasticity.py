@@ -83,7 +83,8 @@ def balance_divergence(
     tolerance: float = 1e-9,
     max_sweeps: int = 100,
 ) -> Float[Tensor, "*batch n"]:
-    """KL(P_i || B_i) of every row from the balanced kernel, in nats; NaN where there is none (``balanced_kernel``).
+    """KL divergence KL(P_i || B_i) of every row from the balanced kernel, in nats; NaN where there is none
+    (``balanced_kernel``).
 
     >>> balance_divergence(torch.full((3, 3), 1 / 3)).abs().max() < 1e-9
     tensor(True)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
@@ -90,7 +91,8 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 def gaussian_entropy(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """(1/2) log det(2 pi e C) of each cloud, C its covariance; minus infinity where C is singular, as for n <= d.
+    """Gaussian entropy (1/2) log det(2 pi e C) of each cloud, C its covariance; minus infinity where C is singular, as
+    for n <= d.
 
     >>> gaussian_entropy(torch.tensor([[1.0], [-1.0]])).item()  # (1/2) log(2 pi e)
     1.4189385332046727
@@ -101,8 +103,8 @@ def gaussian_entropy(
 def gaussian_fisher_information(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """tr C^-1 of each cloud: E|score|^2 with the score -C^-1 (x - m) of the normal law of the same moments, in flat
-    space; infinite where C is singular.
+    """Gaussian Fisher information tr C^-1 of each cloud: E|score|^2 with the score -C^-1 (x - m) of the normal law of
+    the same moments, in flat space; infinite where C is singular.
 
     >>> gaussian_fisher_information(torch.tensor([[2.0], [-2.0]])).item()
     0.25
@@ -122,7 +124,7 @@ def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]
     d, values = c.shape[-1], moments.eigenvalues
     regular = (values > 0).all(-1)
     safe = torch.where(regular[..., None, None], c, torch.eye(d, dtype=c.dtype, device=c.device))
-    pulled = torch.linalg.solve(safe, moments.mean.unsqueeze(-1)).squeeze(-1)
+    pulled = lu.solve(safe, moments.mean.unsqueeze(-1)).squeeze(-1)
     found = (1 / values).sum(-1) - d**2 - (moments.mean * pulled).sum(-1)
     return torch.where(regular, found, torch.nan)
 
@@ -130,8 +132,9 @@ def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]
 def matrix_entropy(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None, *, centered: bool = False
 ) -> Float[Tensor, "*batch"]:
-    """-tr(R log R) of each cloud, in nats, R = S / tr S with S the second moment about 0 or, if ``centered``, about the
-    mean (the covariance); from 0, all tokens along one line, to log d. NaN where all tokens are equal and ``centered``.
+    """Matrix entropy -tr(R log R) of each cloud, in nats, R = S / tr S with S the second moment about 0 or, if
+    ``centered``, about the mean (the covariance); from 0, all tokens along one line, to log d. NaN where all tokens are
+    equal and ``centered``.
 
     >>> matrix_entropy(torch.eye(4)).exp().item()  # four directions
     4.0

@@ -14,6 +14,7 @@ import torch
 
 from helmscope.fields.helmholtz import helmholtz
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.models.recording import Recording
@@ -113,7 +114,7 @@ class SampledTokens:
         drift = self.pooled((weight * b).sum(-2))
         mean = torch.cat([each.mean.reshape(-1, b.shape[-1]) for each in (moments.whole, moments.without_one)])
         covariance = products - (mean - moments.center).unsqueeze(-1) * drift.unsqueeze(-2)
-        inverse = torch.linalg.inv(torch.cat([moments.whole.covariance[None], moments.without_one.covariance]))
+        inverse = lu.inv(torch.cat([moments.whole.covariance[None], moments.without_one.covariance]))
         found: Tensor = (inverse * covariance.mT).sum((-2, -1))
         return found
 

@@ -103,8 +103,8 @@ def gradient_shape(
 def loss_gradient(
     recording: Recording, *, layer: int | str, site: Site = Site.MLP, scale: float = 0.0
 ) -> Float[Tensor, "batch n d"]:
-    """dL/dy of every token at the state y = x + s w after the half-step ``site`` (Site.ATTENTION or Site.MLP) of a
-    layer, with its write w scaled by s = ``scale``; L is the sum of the next-token losses of the prompt.
+    """Loss gradient dL/dy of every token at the state y = x + s w after the half-step ``site`` (Site.ATTENTION or
+    Site.MLP) of a layer, with its write w scaled by s = ``scale``; L is the sum of the next-token losses of the prompt.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time"])

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class LayerEnergy:
-    """F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x - at)> / 2, in float64.
+    """Free energy with a quadratic potential: F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x -
+    at)> / 2, in float64.
 
     >>> one = torch.ones(1, 1).double()
     >>> LayerEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])

@@ -32,6 +32,7 @@ import torch
 
 from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle
 from helmscope.models.recording import Recording
@@ -107,7 +108,7 @@ def tangent_log_det(
     whole = matrix + (y - along).unsqueeze(-1) * x.unsqueeze(-2)
     if centered:
         whole = whole + 1 / d  # the identity on the multiples of (1, ..., 1)
-    pivots = torch.linalg.lu_factor_ex(whole)[0].diagonal(dim1=-2, dim2=-1).abs()
+    pivots = lu.lu_factor_ex(whole)[0].diagonal(dim1=-2, dim2=-1).abs()
     regular = pivots.amin(-1) > d * torch.finfo(x.dtype).eps * pivots.amax(-1)
     length = torch.linalg.vector_norm(y, dim=-1)
     return torch.where(regular, pivots.log().sum(-1) - (d - centered) * length.log(), torch.nan)
@@ -122,7 +123,8 @@ def sphere_map(
     length: Float[Tensor, "*batch"] | None = None,
     centered: bool = False,
 ) -> SphereMap:
-    """T(x) = N(r x + f(c x)) at unit vectors x of radius r, in float64, a chunk of points at a time.
+    """The map of an MLP half-step on the sphere, T(x) = N(r x + f(c x)), at unit vectors x of radius r, in float64, a
+    chunk of points at a time.
 
     ``length`` c is that of the point at which the force is evaluated: slightly below 1 where the epsilon of a norm
     matters, by default 1. With ``centered`` x has mean 0, and f loses its mean. Raises HelmscopeError for a force that

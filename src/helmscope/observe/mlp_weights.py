@@ -72,7 +72,8 @@ def row_coherence(rows: Float[Tensor, "h d"]) -> tuple[float, float]:
 
 
 def welch_bound(count: int, dim: int) -> float:
-    """sqrt((h - d) / (d (h - 1))), the least largest |cos| that h rows in R^d can have (Welch 1974); 0 for h <= d.
+    """Welch's bound sqrt((h - d) / (d (h - 1))), the least largest |cos| that h rows in R^d can have (Welch 1974); 0
+    for h <= d.
 
     >>> round(welch_bound(3, 2), 12)  # attained by three lines at 60 degrees
     0.5
@@ -98,7 +99,8 @@ def _gaussian_coherence(count: int, dim: int, seed: int) -> float:
 
 
 def neuron_alignment(force: Force) -> Float[Tensor, " h"]:
-    """cos(w_j, v_j) of each neuron, v_j its row of W_in (of the gate, if gated); NaN where one of them is 0.
+    """Cosine cos(w_j, v_j) of each neuron's output weights w_j with its input weights: v_j is its row of W_in (of the
+    gate, if gated); NaN where one of them is 0.
 
     >>> neuron_alignment(MLP(w_in=torch.eye(2), w_out=torch.tensor([[-2.0, 0.0], [0.0, 0.0]])))
     tensor([-1., nan], dtype=torch.float64)

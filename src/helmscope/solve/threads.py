@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
-
-import torch
 
 from helmscope.fields.block import Block
 from helmscope.fields.cross import CrossAttention
 from helmscope.fields.mlp import Force
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
+from helmscope.geometry.arithmetic import one_thread
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,31 +23,21 @@ SMALL = 2**18  # entries of a matrix that fits in the cache of one core and take
 @contextmanager
 def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[None]:
     """Context manager: within it, torch uses one thread for small batches on a CPU, and otherwise as many as the caller
-    has set. The number is restored afterwards, also after an error.
+    has set (``one_thread``).
 
     A batch is small if its largest matrix has at most 2^18 entries: 256 systems of 32 tokens, or one of 512. Its sums
     take less time than the synchronization of several threads; if other work keeps a core busy, threads wait for each
     other hundreds of times longer than they compute. Only the size decides, never a timing, so that runs are
     repeatable; and with one thread the rounding does not depend on the caller's number of threads.
 
-    torch stores the number per Python thread, so other threads that have already used torch keep theirs. A Python
-    thread that first uses torch within the context inherits the 1, and keeps it until it calls
-    ``torch.set_num_threads``; that affects its speed, not its results.
-
     >>> from helmscope.fields.attention import SA
     >>> with fitting_threads(SA(beta=1.0), torch.eye(3)):
     ...     torch.get_num_threads()
     1
     """
-    before = torch.get_num_threads()
-    if before == 1 or x.device.type != "cpu" or largest_matrix(field, x) > SMALL:
+    small = x.device.type == "cpu" and largest_matrix(field, x) <= SMALL
+    with one_thread() if small else nullcontext():
         yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:

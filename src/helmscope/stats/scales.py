@@ -96,7 +96,7 @@ class LinearScale(Scale):
 
 
 class LogScale(Scale):
-    """log x, for positive quantities; the mean on it is the log of the geometric mean.
+    """Logarithmic scale log x, for positive quantities; the mean on it is the log of the geometric mean.
 
     >>> LogScale().inverse(LogScale().forward(np.array([1.0, 10.0, 100.0])).mean())
     10.0...
@@ -120,7 +120,7 @@ class LogScale(Scale):
 
 
 class FisherZScale(Scale):
-    """artanh c, for cosines and correlations, |c| < 1.
+    """Fisher's scale artanh c, for cosines and correlations, |c| < 1.
 
     >>> round(FisherZScale().inverse(FisherZScale().forward(np.array([0.0, 0.8])).mean()), 12)
     0.5
@@ -143,8 +143,8 @@ class FisherZScale(Scale):
 
 
 class RemainderScale(Scale):
-    """-log(1 - x), for explained shares such as a held-out R^2, which are at most 1 and have no lower bound: the mean
-    on it is that of the logs of what is left unexplained.
+    """Scale of the unexplained rest, -log(1 - x), for explained shares such as a held-out R^2, which are at most 1 and
+    have no lower bound: the mean on it is that of the logs of what is left unexplained.
 
     Bad predictions make R^2 very negative, and an interval on the linear scale misses its expectation in a third of
     cases (context_noise with 16 contexts). A remainder 1 - x below the rounding of 1 counts as that rounding.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
 from helmscope.types import (
@@ -287,7 +288,7 @@ class Orthonormal(_Sampler):
         q, r = torch.linalg.qr(_normal((batch, self.dim, self.n), generator))
         frame: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.contiguous()
         if self.n == self.dim:
-            frame[:, -1] *= torch.linalg.det(frame).sign().unsqueeze(-1)
+            frame[:, -1] *= lu.det(frame).sign().unsqueeze(-1)
         return frame
 
 

@@ -66,7 +66,7 @@ class Cost(ConciseRepr, ABC):
 
 @dataclass(frozen=True)
 class Euclidean(Cost):
-    """|x - y| between points of R^d.
+    """Euclidean distance |x - y| between points of R^d.
 
     >>> Euclidean().distance(torch.tensor([0.0, 0.0]), torch.tensor([3.0, 4.0]))
     tensor(5.)
@@ -85,7 +85,7 @@ class Euclidean(Cost):
 
 @dataclass(frozen=True)
 class Chordal(Cost):
-    """|x - y| between unit vectors: the length of the chord, in [0, 2].
+    """Chordal distance |x - y| between unit vectors: the length of the chord, in [0, 2].
 
     >>> Chordal().distance(torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0]))
     tensor(2.)

@@ -20,6 +20,7 @@ import torch
 
 from helmscope.fields.field import StateSpace
 from helmscope.fields.noise import IsotropicNoise, MatrixNoise
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.heat_kernel import heat_kernel_table
 from helmscope.geometry.sphere import exp, log, project, retract
@@ -110,7 +111,7 @@ class FlatDiffusion(Diffusion):
     ) -> tuple[Float[Tensor, "n m"], Float[Tensor, "n m"] | None]:
         """log N(w_j; z_i, 2 s Sigma)."""
         log_p = FlatBrownian(1.0).log_density(z @ self.inverse_root, w @ self.inverse_root, s)
-        return log_p - torch.linalg.slogdet(self.root).logabsdet, None
+        return log_p - lu.slogdet(self.root).logabsdet, None
 
     @full_precision
     def gradient(
@@ -224,13 +225,13 @@ class SphereMatrixDiffusion(Diffusion):
     ) -> tuple[Float[Tensor, "n m"], Float[Tensor, "n m"] | None]:
         """The logarithm of the density, and theta / sin theta."""
         dim = z.shape[-1]
-        inverse = torch.linalg.inv(self.matrix)
+        inverse = lu.inv(self.matrix)
         z_image = z @ inverse
         along = (z * z_image).sum(-1, keepdim=True)  # z^T M^-1 z
         theta = torch.acos((z @ w.mT).clamp(-1, 1))
         factor = 1 / torch.sinc(theta / math.pi).clamp(min=1e-9)
         square = ((w @ inverse) * w).sum(-1) - (z_image @ w.mT) ** 2 / along
-        log_volume = torch.linalg.slogdet(self.matrix).logabsdet + torch.log(along)
+        log_volume = lu.slogdet(self.matrix).logabsdet + torch.log(along)
         log_p = -(factor**2) * square.clamp(min=0) / (4 * s) - log_volume / 2
         return log_p - (dim - 1) / 2 * math.log(4 * math.pi * s) + (dim - 2) * torch.log(factor), factor
 
@@ -244,7 +245,7 @@ class SphereMatrixDiffusion(Diffusion):
     @full_precision
     def _inverse(self, z: Tensor, v: Tensor) -> Tensor:
         """(P M P)^+ v at z."""
-        inverse = torch.linalg.inv(self.matrix)
+        inverse = lu.inv(self.matrix)
         z_image, v_image = z @ inverse, v @ inverse
         along: Tensor = (z_image * v).sum(-1, keepdim=True) / (z * z_image).sum(-1, keepdim=True)
         tangent: Tensor = v_image - z_image * along

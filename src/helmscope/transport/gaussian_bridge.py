@@ -20,6 +20,7 @@ import torch
 
 from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.noise import IsotropicNoise, MatrixNoise, Noise
+from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.transport.bridge import Bridge, check_time, map_systems
@@ -115,11 +116,11 @@ class GaussianBridge(Bridge):
         spread = _symmetric_power(4 * a_root @ b @ a_root + eye, 0.5)
         moved = root @ (a_root @ spread @ _symmetric_power(a, -0.5) - eye) @ root / 2  # Cov(Phi X_0, X_T)
         moved_cov = phi @ self.start_cov @ phi.mT
-        conditional = _symmetrized(self.end_cov - moved.mT @ torch.linalg.solve(moved_cov, moved))
-        precision = torch.linalg.inv(conditional)
-        set_value(self, "cross_cov", torch.linalg.solve(phi, moved))
-        set_value(self, "end_precision", _symmetrized(precision - torch.linalg.inv(q)))
-        shift = precision @ self.end_mean - torch.linalg.solve(q, phi @ self.start_mean)
+        conditional = _symmetrized(self.end_cov - moved.mT @ lu.solve(moved_cov, moved))
+        precision = lu.inv(conditional)
+        set_value(self, "cross_cov", lu.solve(phi, moved))
+        set_value(self, "end_precision", _symmetrized(precision - lu.inv(q)))
+        shift = precision @ self.end_mean - lu.solve(q, phi @ self.start_mean)
         set_value(self, "end_shift", shift)
 
     @property
@@ -175,9 +176,9 @@ class GaussianBridge(Bridge):
         b, shift = self.end_precision, self.end_shift
         moved = x @ phi.mT
         damped = torch.eye(len(b)).to(b) + b @ q
-        pull = torch.linalg.solve(damped, (shift - moved @ b).mT).mT  # (I + B Q)^-1 (l - B Phi x)
-        constant = shift @ q @ torch.linalg.solve(damped, shift) / 2 - torch.linalg.slogdet(damped).logabsdet / 2
-        value = (moved * (pull + torch.linalg.solve(damped, shift))).sum(-1) / 2 + constant
+        pull = lu.solve(damped, (shift - moved @ b).mT).mT  # (I + B Q)^-1 (l - B Phi x)
+        constant = shift @ q @ lu.solve(damped, shift) / 2 - lu.slogdet(damped).logabsdet / 2
+        value = (moved * (pull + lu.solve(damped, shift))).sum(-1) / 2 + constant
         return pull @ phi, value
 
     def log_potential(self, x: Float[Tensor, "*batch n d"], t: Time) -> Float[Tensor, "*batch n"]:
@@ -206,7 +207,7 @@ class GaussianBridge(Bridge):
         (phi_t, q_t), (phi_r, _) = self._transition(t), self._transition(self.horizon - t)
         phi, q = self._transition(self.horizon)
         # given both ends, X_t has the mean (Phi_t - K Phi) X_0 + K X_T and the covariance Q_t - K Phi_r Q_t
-        gain = torch.linalg.solve(q, phi_r @ q_t).mT
+        gain = lu.solve(q, phi_r @ q_t).mT
         left = phi_t - gain @ phi
         mean = left @ self.start_mean + gain @ self.end_mean
         mixed = left @ self.cross_cov @ gain.mT
@@ -235,9 +236,9 @@ class GaussianBridge(Bridge):
         shift = self.end_mean - phi @ self.start_mean
         moved = phi @ self.cross_cov
         second = self.end_cov - moved - moved.mT + phi @ self.start_cov @ phi.mT + torch.outer(shift, shift)
-        conditional = torch.linalg.inv(self.end_precision + torch.linalg.inv(q))
-        logs = torch.linalg.slogdet(q).logabsdet - torch.linalg.slogdet(conditional).logabsdet
-        cost = float(logs - len(q) + torch.linalg.solve(q, second).trace()) / 2
+        conditional = lu.inv(self.end_precision + lu.inv(q))
+        logs = lu.slogdet(q).logabsdet - lu.slogdet(conditional).logabsdet
+        cost = float(logs - len(q) + lu.solve(q, second).trace()) / 2
         return Interval(cost, cost, cost, n=1)
 
 

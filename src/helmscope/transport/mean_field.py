@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MeanFieldReference(Field):
-    """b(x, t), the velocity of a token at x in the mean field mu_t of an interacting field; from
+    """Drift b(x, t), the velocity of a token at x in the mean field mu_t of an interacting field; from
     ``mean_field_reference``.
 
     ``path`` (steps + 1, N, d) holds the cloud mu_t at equally spaced times from 0 to ``horizon``, and

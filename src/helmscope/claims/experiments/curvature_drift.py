@@ -13,7 +13,7 @@ from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
-from helmscope.geometry import sphere, surface
+from helmscope.geometry import lu, sphere, surface
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.meanfield.sphere_grid import SphereGrid
@@ -166,7 +166,7 @@ def stationary_values(equation: ForwardEquation) -> Tensor:
     """The stationary density of a linear forward equation, by solving for its coefficients."""
     basis = torch.eye(len(equation.decay), dtype=torch.float64)
     operator = (equation.rate(basis, 0.0) - equation.decay * basis).mT  # its columns are the images of the basis
-    modes = torch.linalg.solve(operator[1:, 1:], -operator[1:, 0])
+    modes = lu.solve(operator[1:, 1:], -operator[1:, 0])
     return equation.grid.synthesize(torch.cat([torch.ones(1, dtype=modes.dtype), modes]))
 
 
