@@ -72,7 +72,7 @@ def pairs(kind):
     values = worth[content]
     rest = (2.5 - values.square()).sqrt()
     embeddings = own[content] * rest[:, None] + sign[:, None] * own[-1] + values[:, None] * own[-2]
-    value = own[-1] if kind == "values are keys" else own[-2]
+    value = own[-1] + 0.2 * own[-2] if kind == "values are keys" else own[-2]
     model = planted(embeddings, own[-3], [0.0, 8.0], [own[-1]], value)
     texts = []
     for first in range(ROWS):

@@ -21,6 +21,7 @@ from helmscope.observe import (
     query_key_noise,
     query_key_noise_by_layer,
 )
+from helmscope.stats import reduce_replicates
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -167,6 +168,10 @@ def test_the_table_as_printed():
     cell = noise.kl.sel(form="weights", sigma=0.05)
     assert np.allclose(table.kl_key.sel(form="weights", sigma=0.05), cell.sel(site="key").mean("draw"), rtol=1e-14)
     assert np.allclose(table.ratio, as_table(noise).ratio, rtol=0)
+    reduced = reduce_replicates(table)
+    geometric = np.exp(np.log(table.ratio).mean("prompt"))
+    assert np.allclose(reduced.ratio, geometric, rtol=1e-12)
+    assert np.allclose(reduced.kl_key, table.kl_key.mean("prompt"), rtol=1e-12)
 
 
 def test_refusals():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # table 1 of [Additive transport], measured there on GPT-2: sigma, KL of noise on queries, KL of noise on keys, ratio
 PRINTED = {0.01: (0.0007, 0.0013, 1.86), 0.05: (0.0342, 0.0296, 0.86), 0.10: (0.1237, 0.1581, 1.28)}
 KINDS = ("entropy_change", "top_kept", "top_key_kept")
-RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log"}
+RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log(x)"}
 
 
 def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:

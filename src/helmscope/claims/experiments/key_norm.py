@@ -29,7 +29,7 @@ SILENT_PROMPTS = 2
 CHANGES = ("normalized", "blurred")
 
 
-@experiment("key-norm", seconds={"model": 120})
+@experiment("key-norm", seconds={"model": 45})
 def key_norm(case: TrialCase) -> Finding:
     """KL of the next-token law with all keys changed over that with all queries changed, at strengths at which both
     move the logits equally; one ratio per prompt. The full changes of both sides are described as printed.

@@ -31,7 +31,7 @@ OTHER_FORMS = (NoiseForm.RELATIVE, NoiseForm.WEIGHTS, NoiseForm.RELATIVE_WEIGHTS
 OF_WEIGHTS = OTHER_FORMS[1:]
 
 
-@experiment("probe-metric", seconds={"model": 900})
+@experiment("probe-metric", seconds={"model": 600})
 def probe_metric(case: TrialCase) -> Finding:
     """KL of the next-token law under noise on the keys over that under noise on the queries, in all layers at once: the
     ratio of the means over draws, one per prompt. The matched form decides; the others are described.
