@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from helmscope.observe import kernel as kernel
     from helmscope.observe import rank as rank
     from helmscope.observe.clusters import cluster_count as cluster_count
+    from helmscope.observe.dimension import two_nn as two_nn
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy
     from helmscope.observe.inner_products import close_pair_probability as close_pair_probability

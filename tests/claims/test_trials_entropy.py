@@ -161,7 +161,7 @@ def shifted(kind: str) -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize(
     ("kind", "ruling"),
-    [("spread, then gathered", S), ("gathered, then spread", UNDECIDED), ("gathered", UNDECIDED), ("silent", P)],
+    [("spread, then gathered", S), ("gathered, then spread", R), ("gathered", UNDECIDED), ("silent", P)],
 )
 def test_a_cloud_that_spreads_and_gathers_is_found(kind: str, ruling: Ruling) -> None:
     verdict = tried("diffuse-then-compress", kind).verdict
@@ -191,12 +191,36 @@ def test_the_differences_are_tested_one_sided_at_the_level() -> None:
         assert (ruling is S) == (p < 0.05)
 
 
-def test_planted_clouds_shrink_and_grow() -> None:
+def curve_of(factors) -> diffuse_then_compress.EntropyCurve:
     x = hs.Uniform(9, 4).sample(8, seed=0)
     path = Trajectory(torch.zeros(1), x[None], replicate="prompt", axis="depth")
-    for factor, sign in ((0.8, -1), (1.25, 1)):
-        curve = diffuse_then_compress.EntropyCurve.of(diffuse_then_compress.planted(path, factor), seed=0)
-        assert (sign * np.diff(curve.test.mean(1)) > 0).all()
+    return diffuse_then_compress.EntropyCurve.of(diffuse_then_compress.planted(path, factors), seed=0)
+
+
+def test_planted_clouds_shrink_and_grow() -> None:
+    for factors, sign in ((diffuse_then_compress.SHRINKING, -1), (diffuse_then_compress.GROWING, 1)):
+        assert (sign * np.diff(curve_of(factors).test.mean(1)) > 0).all()
+
+
+def test_a_cloud_that_falls_below_its_start_does_not_first_rise() -> None:
+    """It is highest at the end, which is all that the rise asks for."""
+    jumped, grown = (curve_of(each) for each in (diffuse_then_compress.JUMPING, diffuse_then_compress.GROWING))
+    assert jumped.chosen == grown.chosen == 5
+    assert (jumped.rise > 0).all()
+    assert (jumped.trend < 0).all()
+    assert (jumped.above_start < 0).all()
+    assert (grown.trend > 0).all()
+    assert (grown.above_start > 0).all()
+
+
+def test_trend_and_level_on_the_way_are_those_of_the_curve() -> None:
+    values = np.random.default_rng(0).normal(size=(6, 3))
+    curve = diffuse_then_compress.EntropyCurve(np.array([0.0, 1.0, 2.0, 5.0, 4.0, 3.0]), values, "")
+    assert curve.trend == pytest.approx(np.polyfit(np.arange(4), values[:4], 1)[0], rel=1e-12)
+    assert curve.above_start == pytest.approx(values[1:4].mean(0) - values[0], rel=1e-12)
+    first = diffuse_then_compress.EntropyCurve(np.array([1.0, 0.0]), values[:2], "")
+    assert not first.trend.any()
+    assert not first.above_start.any()
 
 
 # --- all of them

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helmscope.models.record import record
+from helmscope.observe import measure, measurement_names
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -47,3 +48,23 @@ def test_large_queries_are_not_an_overflow():
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.self.query.weight.fill_(1e30)
     assert record(model, inputs_of("bert")).certificate["finite"].ok
+
+
+@pytest.mark.parametrize(("prompt", "token"), [(0, 0), (3, 2), (2, 7)])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_the_state_is_named_whether_it_is_probed_or_not(family, prompt, token):
+    """Prompts 0 and 3 are probed, at their first tokens; what measures the others says what the certificate says."""
+    ids = inputs_of(family, batch=4, n=12)
+    ids[ids == 95] = 94
+    ids[prompt, token] = 95
+    model = tiny_model(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[95] *= 1e25
+    if prompt != 2:
+        with pytest.raises(HelmscopeError, match=f"first that of prompt {prompt} at layer 0, token {token}, are NaN"):
+            record(model, ids)
+        return
+    recording = record(model, ids)
+    for name in measurement_names():
+        with pytest.raises(HelmscopeError, match=f"first that of prompt {prompt} at depth 0, token {token}"):
+            measure(recording, only=[name], quick=True)

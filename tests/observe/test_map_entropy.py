@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate as quadrature
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import helmscope as hs
 from helmscope.meanfield import CircleGrid, Density, SphereGrid
@@ -247,7 +247,70 @@ def test_a_model_under_layer_norm_is_differentiated_by_its_own_modules() -> None
     assert measured.attrs["radius"] == "recorded radius of each token"
 
 
-def test_edited_writes_parallel_and_post_norm_blocks_are_refused() -> None:
+def bert() -> BertForMaskedLM:
+    """A post-norm model whose gains and biases are not those of a new one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertForMaskedLM(BertConfig(vocab_size=64, **sizes, max_position_embeddings=16, initializer_range=0.3))
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" in name:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return model.double().eval().requires_grad_(False)
+
+
+def test_a_post_norm_half_step_is_differentiated_by_its_own_modules() -> None:
+    """T on the directions before gain and bias, as the modules compute it: middle norm, MLP and closing norm."""
+    model = bert()
+    recording = hs.record(model, ROWS)
+    measured = map_entropy(recording, tokens=2)
+    path = recording.on_sphere
+    for layer, block in enumerate(model.bert.encoder.layer):
+        middle = block.attention.output.LayerNorm
+        for prompt in range(3):
+            token = int(measured.token[layer, prompt, 1])
+            x = path.states[2 * layer + 1, prompt, token]
+            # the length of c x is that of the norm of the input, with its epsilon
+            length = recording.points(layer=layer)[prompt, token].norm()
+
+            def write(point: torch.Tensor, block=block, middle=middle, length=length) -> torch.Tensor:
+                state = 12**0.5 * length * point * middle.weight + middle.bias
+                return block.output.dense(block.intermediate(state)) + state
+
+            expected = by_singular_values(write, x, 0.0, centered=True)
+            assert float(measured.token_entropy_change[layer, prompt, 1]) == pytest.approx(expected, abs=1e-8)
+    assert measured.attrs["sphere"] == "direction of the state that the MLP reads, without gain and bias"
+
+
+def test_the_post_norm_divergence_is_that_of_the_tangential_field() -> None:
+    """The trace of the covariant derivative of P y over <x, z>, by autograd on the tangent space."""
+    f, gain, bias = force(6, gated=False), 1 + 0.2 * normal(6), 0.2 * normal(6)
+    x = hs.sphere.retract(normal(6) - 0.0)
+    x = hs.sphere.retract(x - x.mean())
+    found = sphere_map(f, x, torch.ones((), dtype=F64), norm=hs.fields.LayerNorm(gain=gain, bias=bias), centered=True)
+
+    def tangential(point: torch.Tensor) -> torch.Tensor:
+        y = 6**0.5 * gain * point + bias + f.ambient(point)
+        y = y - y.mean()
+        return y - point * (point @ y)
+
+    normals = torch.stack([x, torch.ones(6, dtype=F64)], 1)
+    tangents = torch.linalg.qr(torch.cat([normals, torch.eye(6, dtype=F64)], 1))[0][:, 2:]
+    jacobian = torch.autograd.functional.jacobian(tangential, x)
+    along = float(x @ (6**0.5 * gain * x + bias))
+    assert float(found.divergence) == pytest.approx(
+        float((tangents.T @ jacobian @ tangents).trace()) / along, abs=1e-12
+    )
+
+
+def test_a_post_norm_map_of_the_rest_of_the_block_is_seen() -> None:
+    """A gain that is forgotten gives another map than the recorded one, which is refused."""
+    recording = hs.record(bert(), ROWS)
+    doubled = recording.under(hs.Edit(hs.Site.MLP, None, lambda value: 2 * value))
+    with pytest.raises(hs.HelmscopeError, match=r"another map than N\(z \+ f\(x\)\)"):
+        map_entropy(doubled)
+
+
+def test_edited_writes_and_parallel_blocks_are_refused() -> None:
     recording = hs.record(gpt2(), ROWS)
     doubled = recording.under(hs.Edit(hs.Site.MLP, None, lambda value: 2 * value))
     with pytest.raises(hs.HelmscopeError, match="of prompt 1 in layer 0 by another map than"):
@@ -255,8 +318,6 @@ def test_edited_writes_parallel_and_post_norm_blocks_are_refused() -> None:
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     parallel = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes, max_position_embeddings=16)).eval()
     assert "has parallel blocks, but map_entropy needs MLPs" in str(map_refusal(hs.record(parallel, ROWS)))
-    tied = hs.record("tied", ["Once upon a time", "The cat sat"])
-    assert "has post-norm blocks, but map_entropy needs MLPs" in str(map_refusal(tied))
 
 
 def test_padding_and_chunks_change_nothing() -> None:

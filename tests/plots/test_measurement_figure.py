@@ -237,3 +237,9 @@ def test_the_room_exports_its_figures():
     names = {"plot", "tokens_figure", "depth_figure", "measurement_figure", "overview_figure", "phase_figure"}
     assert names <= set(hs.plots.__all__)
     assert hs.plots.measurement_figure(ONE).axes
+
+
+def test_no_cell_of_a_map_reads_0_for_a_number_that_is_not_0():
+    nu = np.array([[3.1e-4, 0.27], [0.0, 4.2e-6]])
+    figure = hs.plot(xr.Dataset({"nu": (("layer", "head", "prompt"), np.stack([nu, nu], -1))}))
+    assert [text.get_text() for text in figure.axes[0].texts] == ["3.1e-04", "0.27", "0.00", "4.2e-06"]

@@ -170,7 +170,8 @@ class Moments:
     @staticmethod
     @full_precision
     def of(families: list[Family], x: Tensor, f: Tensor, weights: Tensor) -> Moments:
-        """The moments of points x with forces f, in float64.
+        """The moments of points x with forces f, in float64; the vectors keep the dtype of the points, in which the
+        products of a fit are taken.
 
         >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
         >>> Moments.of(GradientBasis.of(mlp, 1.0).families(x), x, mlp.ambient(x), torch.ones(2)).gram.shape
@@ -199,7 +200,7 @@ class Moments:
             inner,
             torch.cat(sums),
             torch.cat(firsts),
-            torch.cat([rows for _, rows in vectors.values()]).double(),
+            torch.cat([rows for _, rows in vectors.values()]),
             torch.cat(row),
             torch.cat(owner),
         )
@@ -245,8 +246,11 @@ class Moments:
     @cached_property
     @full_precision
     def _turned(self) -> tuple[Tensor, Tensor]:
-        """The vectors, and the first moments of the numbers of the atoms about the mean, in the axes."""
-        return self.vectors @ self.axes, (self.firsts - self.sums[:, None] * (self.x / self.mass)) @ self.axes
+        """The vectors, and the first moments of the numbers of the atoms about the mean, in the axes; in the dtype of
+        the points, whose rounding the moments have anyway.
+        """
+        centered = (self.firsts - self.sums[:, None] * (self.x / self.mass)) @ self.axes
+        return self.vectors @ self.axes.to(self.vectors), centered.to(self.vectors)
 
     def quadratic(self, moment: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
         """The symmetric S that fits a field best, given its centered moment sum g (x - m)^T; 0 in directions in which
@@ -268,10 +272,10 @@ class Moments:
         >>> one.field_moments(torch.zeros(4, dtype=torch.float64))[1]
         tensor([0., 0.], dtype=torch.float64)
         """
-        (vectors, centered), scale = self._turned, coefficients[self.owner]
+        (vectors, centered), scale = self._turned, coefficients[self.owner].to(self.vectors)
         numbers = torch.zeros_like(vectors).index_add(0, self.row, scale[:, None] * centered)
-        sums = torch.zeros_like(vectors[:, 0]).index_add(0, self.row, scale * self.sums)
-        return vectors.mT @ numbers, vectors.mT @ sums
+        sums = torch.zeros_like(vectors[:, 0]).index_add(0, self.row, scale * self.sums.to(scale))
+        return (vectors.mT @ numbers).double(), (vectors.mT @ sums).double()
 
     @full_precision
     def with_affine(self, symmetric: Float[Tensor, "d d"], constant: Float[Tensor, " d"]) -> Float[Tensor, " k"]:
@@ -283,7 +287,9 @@ class Moments:
         tensor([0., 0., 0., 0.], dtype=torch.float64)
         """
         vectors, centered = self._turned
-        atoms = ((vectors @ symmetric)[self.row] * centered).sum(-1) + self.sums * (vectors @ constant)[self.row]
+        symmetric, constant = symmetric.to(vectors), constant.to(vectors)
+        atoms = ((vectors @ symmetric)[self.row] * centered).sum(-1).double()
+        atoms = atoms + self.sums * (vectors @ constant)[self.row].double()
         return torch.zeros_like(self.inner).index_add(0, self.owner, atoms)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +113,16 @@ class Anatomy:
         return f"{', '.join(kinds)}; {pluralized(len(self.layers), 'layer')}{tied}, width {self.dim}"
 
 
-def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
+def find_anatomy(
+    model: Any, inputs: Mapping[str, Tensor], *, prompts: Sequence[int] = (0, 1), first_token: int = 0
+) -> tuple[Anatomy, list[LayerProbe]]:
     """Find the anatomy of a model from one forward pass over a few tokens; returns it with the probe of every layer.
 
-    Raises ``HelmscopeError`` if states overflow, if a block has no known residual topology, or if only some of the
-    layers have cross-attention.
+    ``prompts`` and ``first_token`` say where these tokens come from. Raises ``HelmscopeError`` if states overflow, if a
+    block has no known residual topology, or if only some of the layers have cross-attention.
     """
     probes = probe(model, inputs)
-    check_finite(model, inputs, probes)
+    check_finite(model, inputs, probes, prompts, first_token)
     layers = tuple(_find_layer(layer, number) for number, layer in enumerate(probes))
     crossing = [layer.wiring.cross is not None for layer in layers]
     if len(set(crossing)) > 1:

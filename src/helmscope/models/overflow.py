@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from helmscope.models.probe import LayerProbe
 
 
-def check_finite(model: Any, inputs: Mapping[str, Tensor], probes: Sequence[LayerProbe]) -> None:
-    """Raise ``HelmscopeError`` if the states of a model overflow on these inputs: no identity could be checked.
+def check_finite(
+    model: Any, inputs: Mapping[str, Tensor], probes: Sequence[LayerProbe], prompts: Sequence[int], first_token: int
+) -> None:
+    """Raise ``HelmscopeError`` if the states of a model overflow on these inputs, which are those of some prompts from
+    ``first_token`` on: no identity could be checked.
 
-    The error names the first module that overflows and the largest weight.
+    The error names the first such state, the first module that overflows and the largest weight.
     """
     if not any(_overflows((layer.pre, layer.post)) for layer in probes):
         return
@@ -51,19 +54,33 @@ def check_finite(model: Any, inputs: Mapping[str, Tensor], probes: Sequence[Laye
     largest = max(sizes, key=sizes.__getitem__)
     kind = str(model.dtype).removeprefix("torch.")
     raise HelmscopeError(
-        f"model is {type_with_article(model)} whose states on these inputs are NaN or too large for {kind}, {where}; "
+        f"model is {type_with_article(model)} whose states, first that of "
+        f"{_first_state(probes, prompts, first_token)}, are NaN or too large for {kind}, {where}; "
         f"its largest weight is {sizes[largest]:.3g}, in '{largest}'"
         + (": load it with dtype=torch.float32" if model.dtype.itemsize < 4 else "")
     )
 
 
+def _first_state(probes: Sequence[LayerProbe], prompts: Sequence[int], first_token: int) -> str:
+    """The prompt, layer and token of the first state whose norm is not finite."""
+    for layer, probe in enumerate(probes):
+        for state in (probe.pre, probe.post):
+            lost = () if state is None else (~_has_norm(state)).nonzero().tolist()
+            if lost:
+                row, token = lost[0]
+                return f"prompt {prompts[row]} at layer {layer}, token {first_token + token}"
+    raise AssertionError("called where a state overflows")
+
+
 def _overflows(value: Any) -> bool:
     """Whether a tensor in the result of a call has a vector, along the last axis, whose norm is not finite."""
-    for tensor in tensors_in(value):
-        wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
-        if not bool(torch.isfinite(torch.linalg.vector_norm(wide, dim=-1) if wide.ndim else wide).all()):
-            return True
-    return False
+    return any(not bool(_has_norm(tensor).all()) for tensor in tensors_in(value))
+
+
+def _has_norm(tensor: Tensor) -> Tensor:
+    """Where the norm along the last axis is finite."""
+    wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    return torch.isfinite(torch.linalg.vector_norm(wide, dim=-1) if wide.ndim else wide)
 
 
 def _has_nan_or_inf(value: Tensor) -> bool:

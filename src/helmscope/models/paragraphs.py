@@ -12,8 +12,7 @@ import re
 import tomllib
 from functools import cache
 from importlib import resources
-
-import msgspec
+from typing import NamedTuple
 
 from helmscope.models.bundled_models import is_bundled, story_texts
 
@@ -24,16 +23,16 @@ NUMBERS = (
 LENGTH = 7  # sentences after the opening
 
 
-class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Topic(NamedTuple):
     """Sentences with slots, such as {dish}, {dish+1} for the next word of the list, or {n+2} for a number.
 
-    >>> Topic(openings=("Soup is hot.",), sentences=(), words={}).openings
-    ('Soup is hot.',)
+    >>> Topic(openings=["Soup is hot."], sentences=[], words={}).openings
+    ['Soup is hot.']
     """
 
-    openings: tuple[str, ...]
-    sentences: tuple[str, ...]
-    words: dict[str, tuple[str, ...]]
+    openings: list[str]
+    sentences: list[str]
+    words: dict[str, list[str]]
 
 
 @cache
@@ -45,7 +44,7 @@ def paragraph_texts() -> tuple[str, ...]:
     (64, 'Rain')
     """
     source = resources.files("helmscope.models") / "paragraphs.toml"
-    topics = msgspec.convert(tomllib.loads(source.read_text(encoding="utf-8")), dict[str, Topic]).values()
+    topics = [Topic(**topic) for topic in tomllib.loads(source.read_text(encoding="utf-8")).values()]
     openings = [(topic, opening) for topic in topics for opening in topic.openings]
     return tuple(_paragraph(topic, opening, index) for index, (topic, opening) in enumerate(openings))
 

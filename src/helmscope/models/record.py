@@ -116,7 +116,9 @@ def _record_and_certify(
     longest = _longest_text(batch, loaded.model)
     # before any other forward: some families change permanently when they read a short text
     untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
-    anatomy, probes = find_anatomy(loaded.model, _probe_inputs(batch, loaded.model))
+    prompts, first_token = _probed_tokens(batch)
+    inputs = _probe_inputs(batch, loaded.model)
+    anatomy, probes = find_anatomy(loaded.model, inputs, prompts=prompts, first_token=first_token)
     with watching(anatomy, observers=[Recorder(anatomy, 1)]):
         error = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
     mlp_line, forces = certify.mlp_line(anatomy, probes)
@@ -161,11 +163,20 @@ def _probe_inputs(batch: Batch, model: Any) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     if batch.ids_name not in batch.inputs:
         return batch.rows(slice(0, PROBED_TEXTS)).to(device)
+    rows, _ = _probed_tokens(batch)
     sides = [side for side in (batch, batch.source) if side is not None]
-    rows = sorted({row for side in sides for row in _shortest_and_longest(side)})
     windows = {name: _probe_window(side, rows) for side in sides for name in (side.ids_name, side.mask_name)}
     default = windows[batch.ids_name]
     return {name: value[rows, windows.get(name, default)].to(device) for name, value in batch.inputs.items()}
+
+
+def _probed_tokens(batch: Batch) -> tuple[list[int], int]:
+    """The rows that are probed, and the first probed token of them."""
+    if batch.ids_name not in batch.inputs:
+        return list(range(min(PROBED_TEXTS, len(batch)))), 0
+    sides = [side for side in (batch, batch.source) if side is not None]
+    rows = sorted({row for side in sides for row in _shortest_and_longest(side)})
+    return rows, _probe_window(batch, rows).start
 
 
 def _shortest_and_longest(batch: Batch) -> tuple[int, int]:

@@ -49,6 +49,13 @@ if TYPE_CHECKING:
     from helmscope.observe.diffusion import random_value_covariance as random_value_covariance
     from helmscope.observe.diffusion import shared_draw_covariance as shared_draw_covariance
     from helmscope.observe.diffusion import token_sampling_covariance as token_sampling_covariance
+    from helmscope.observe.dimension import HighDimensionWarning as HighDimensionWarning
+    from helmscope.observe.dimension import dimension_by_scale as dimension_by_scale
+    from helmscope.observe.dimension import dimension_by_size as dimension_by_size
+    from helmscope.observe.dimension import gride as gride
+    from helmscope.observe.dimension import two_nn as two_nn
+    from helmscope.observe.dimension import two_nn_fit as two_nn_fit
+    from helmscope.observe.dimension import two_nn_mle as two_nn_mle
     from helmscope.observe.drift import DriftAndSwirl as DriftAndSwirl
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
@@ -128,6 +135,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound
     from helmscope.observe.mobility_test import mobility_test as mobility_test
+    from helmscope.observe.nearest import Nearest as Nearest
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
     from helmscope.observe.noise_ratio import as_table as as_table
     from helmscope.observe.noise_ratio import at_equal_damage as at_equal_damage
@@ -166,6 +174,8 @@ if TYPE_CHECKING:
     from helmscope.observe.sinks import sink_constancy as sink_constancy
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
     from helmscope.observe.temperature import effective_beta as effective_beta
+    from helmscope.observe.token_dimension import position_dimension as position_dimension
+    from helmscope.observe.token_dimension import token_dimension as token_dimension
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
 

@@ -271,6 +271,19 @@ def visible_tokens(
     return visible.expand(kernel.shape[:-1])
 
 
+NAMES = {
+    "row_mass": "mean sum of a row of the kernel",
+    "entropy": "mean entropy of the attention rows (nats)",
+    "effective_keys": "mean effective number of keys of a row, 1 / sum_j P_ij^2",
+    "largest_weight": "mean largest weight of a row",
+    "first_token_mass": "mean weight of the first token in a row",
+    "future_mass": "mean weight of later tokens in a row",
+    "row_sum_deviation_max": "largest deviation of a row sum from 1",
+    "row_sum_deviation_rms": "RMS deviation of the row sums from 1",
+    "bistochastic_defect": "largest deviation of a column sum of the normalized rows from 1",
+    "column_sum_deviation_rms": "RMS deviation of the column sums of the normalized rows from 1",
+    "symmetry_defect": "size of the antisymmetric part of the kernel, |K - K^T| / (2 |K|)",
+}
 BOUNDS = {
     **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect", "column_sum_deviation_rms"), AT_LEAST_0),
     **dict.fromkeys(("row_sum_deviation_max", "row_sum_deviation_rms"), AT_LEAST_0),
@@ -319,7 +332,10 @@ class KernelStatistics(Instrument):
 
     def result(self) -> xr.Dataset:
         """The statistics of every head (if there are several), layer and replicate."""
-        return with_bounds(super().result(), BOUNDS)
+        measured = super().result()
+        for name, value in measured.data_vars.items():
+            value.attrs["long_name"] = NAMES[str(name)]
+        return with_bounds(measured, BOUNDS)
 
 
 def kernel_statistics(system: System) -> xr.Dataset:

@@ -15,6 +15,13 @@ order in f / r is the divergence of the drift b = P f / r,
 
     E div_S b = E[tr Df - x^T Df x - t <x, f>] / r.
 
+A post-norm block reads and adds to the same state, the output z = sqrt(d) G c x + b of a norm with gain G and bias b, c
+slightly below 1 because of its epsilon, and closes with another norm. On the sphere of directions before gain and bias
+
+    T(x) = N(z + f(c x)),      M = sqrt(d) c G + Df,      b = P y / <x, z>,
+
+so that gain and bias are a part of the map; r in the first order is <x, z>, the part of z along x.
+
 How to read it. Below 0 the MLP gathers the tokens, above 0 it spreads them. Where the two differ, the half-step is too
 large for the entropy identity of a flow.
 How it fails. A singular map, such as one that sends a neighborhood to a point, has Delta H = -infinity: NaN, counted in
@@ -25,6 +32,7 @@ Cost. One replay, and a d x d Jacobian with its LU decomposition for each sample
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,11 +53,14 @@ from helmscope.solve.simulation import Simulation
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import xarray as xr
     from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.fields.mlp import Force
+    from helmscope.fields.norms import Norm
     from helmscope.types import MlpTensors, ReplayContext, System, Trajectory
     from helmscope.types.progress import ProgressOption
 
@@ -121,13 +132,15 @@ def sphere_map(
     radius: Float[Tensor, "*batch"],
     *,
     length: Float[Tensor, "*batch"] | None = None,
+    norm: Norm | None = None,
     centered: bool = False,
 ) -> SphereMap:
     """The map of an MLP half-step on the sphere, T(x) = N(r x + f(c x)), at unit vectors x of radius r, in float64, a
     chunk of points at a time.
 
     ``length`` c is that of the point at which the force is evaluated: slightly below 1 where the epsilon of a norm
-    matters, by default 1. With ``centered`` x has mean 0, and f loses its mean. Raises HelmscopeError for a force that
+    matters, by default 1. With ``norm``, that of a post-norm block, the state sqrt(d) G c x + b of its gain and bias
+    takes the place of r x. With ``centered`` x has mean 0, and y loses its mean. Raises HelmscopeError for a force that
     is neither an MLP nor a GatedMLP.
 
     >>> from helmscope.fields.mlp import MLP
@@ -140,31 +153,42 @@ def sphere_map(
     points, r = x.reshape(-1, d).double(), radius.reshape(-1).double()
     c = torch.ones_like(r) if length is None else length.reshape(-1).double()
     algebra = jacobian_algebra(force, like=points, centered=centered)
-    step, eye = max(1, ENTRIES // d**2), torch.eye(d, dtype=points.dtype, device=points.device)
-    parts = []
+    step, tangents, parts = max(1, ENTRIES // d**2), d - 1 - centered, []
     for i in range(0, len(points), step):
-        at, r_i, c_i = points[i : i + step], r[i : i + step], c[i : i + step, None]
+        at, c_i = points[i : i + step], c[i : i + step, None]
+        carried, scale = _carried(at, r[i : i + step, None], c_i, norm)
         f = force.ambient(c_i * at)
-        f = f - f.mean(-1, keepdim=True) if centered else f
-        jacobian = c_i.unsqueeze(-1) * algebra.matrices(slopes_of(force, c_i * at))
-        y = r_i.unsqueeze(-1) * at + f
-        log_det = tangent_log_det(r_i[:, None, None] * eye + jacobian, at, y, centered=centered)
-        radial = ((jacobian @ at.unsqueeze(-1)).squeeze(-1) * at).sum(-1)
-        trace = jacobian.diagonal(dim1=-2, dim2=-1).sum(-1)
-        divergence = (trace - radial - (d - 1 - centered) * (at * f).sum(-1)) / r_i
+        y = carried + f
+        y = y - y.mean(-1, keepdim=True) if centered else y
+        matrix = c_i.unsqueeze(-1) * algebra.matrices(slopes_of(force, c_i * at)) + torch.diag_embed(scale)
+        log_det = tangent_log_det(matrix, at, y, centered=centered)
+        radial = ((matrix @ at.unsqueeze(-1)).squeeze(-1) * at).sum(-1)
+        trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1) - (matrix.mean((-2, -1)) * d if centered else 0.0)
+        divergence = (trace - radial - tangents * (at * y).sum(-1)) / (at * carried).sum(-1)
         parts.append((log_det, divergence, y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)))
     log_det, divergence, image = (torch.cat(each) for each in zip(*parts, strict=True))
     return SphereMap(log_det.reshape(shape), divergence.reshape(shape), image.reshape(x.shape))
 
 
+def _carried(x: Tensor, radius: Tensor, length: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """The state to which an MLP adds, at directions x, and its derivative by x, which is diagonal."""
+    if norm is None:
+        return radius * x, radius.expand_as(x)
+    gain = torch.ones_like(x[0]) if norm.gain is None else norm.gain.to(x)
+    scale = length * math.sqrt(x.shape[-1]) * gain
+    return scale * x + (0.0 if norm.bias is None else norm.bias.to(x)), scale
+
+
 class _MapEntropy(Instrument):
-    """Instrument: the maps of sampled tokens, compared with the next states of ``path``, which it must reproduce."""
+    """Instrument: the maps of sampled tokens, compared with the next states of ``path``, which it must reproduce;
+    ``norms`` are those that post-norm blocks add to, by layer.
+    """
 
     name = "map_entropy"
     needs = Needs.FORCE | Needs.MLP
 
-    def __init__(self, path: Trajectory, tokens: int | None) -> None:
-        self.path, self.tokens = path, tokens
+    def __init__(self, path: Trajectory, tokens: int | None, norms: Mapping[int, Norm] | None = None) -> None:
+        self.path, self.tokens, self.norms = path, tokens, norms or {}
         self.singular = ""
         self.dim = 0
 
@@ -178,10 +202,11 @@ class _MapEntropy(Instrument):
         state = state - state.mean(-1, keepdim=True) if context.centered else state
         radius = torch.linalg.vector_norm(state, dim=-1)
         _check_directions(radius, counts, context, replicate, chosen)
-        x, length = state / radius.unsqueeze(-1), torch.linalg.vector_norm(point, dim=-1)
+        norm, length = self.norms.get(context.layer), torch.linalg.vector_norm(point, dim=-1)
+        x = state / radius.unsqueeze(-1) if norm is None else point / length.unsqueeze(-1)
         step = 1.0 if context.step is None else context.step
         # h f(x) with radius r moves the direction as f(x) with radius r / h
-        found = sphere_map(tensors.force, x, radius / step, length=length, centered=context.centered)
+        found = sphere_map(tensors.force, x, radius / step, length=length, norm=norm, centered=context.centered)
         self._compare(context, found, chosen, counts, tensors.force.w_out.dtype)
         self._keep(context, found, chosen, counts, taken(weights, chosen) * counts)
         self.dim = x.shape[-1] - 1 - context.centered
@@ -212,9 +237,10 @@ class _MapEntropy(Instrument):
         error = torch.where(counts, angle(found.image, following), 0.0)
         if not bool((error <= TOLERANCE.get(dtype, 3e-2)).all()):
             row, k = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), error.shape[-1])
+            form = "N(z + f(x))" if self.norms else "N(r x + f(x))"
             raise HelmscopeError(
                 f"system moves token {int(chosen[row, k])} of {self.plan.replicate} {context.rows.start + row} in "
-                f"layer {context.layer} by another map than N(r x + f(x)), {float(error[row, k]):.2g} rad from it, but "
+                f"layer {context.layer} by another map than {form}, {float(error[row, k]):.2g} rad from it, but "
                 "map_entropy needs half-steps of the MLP alone (not edited, and stored one by one)"
             )
 
@@ -225,7 +251,7 @@ class _MapEntropy(Instrument):
             value.attrs["long_name"] = LABELS[str(name)]
         singular = f"NaN, first at {self.singular}" if self.singular else "none"
         measured.attrs |= {
-            "sphere": "direction of the state that the MLP reads",
+            "sphere": f"direction of the state that the MLP reads{', without gain and bias' if self.norms else ''}",
             "radius": "recorded radius of each token",
             "dimension": self.dim,
             "tokens": "all" if self.tokens is None else self.tokens,
@@ -254,8 +280,9 @@ def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: Progre
     Both are means over the same ``tokens`` of each prompt, evenly spaced among those that count, without the first (all
     of them if None), so that the spread between prompts contains the error of sampling; ``token_entropy_change`` and
     ``token_divergence`` are those of each token, along ``sample``, and ``token`` its position. r is the recorded radius
-    of each token. NaN where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts
-    them, and the attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
+    of each token; in a post-norm block T(x) = N(z + f(x)) with the state z after its norm, gain and bias included. NaN
+    where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts them, and the
+    attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
 
     Raises HelmscopeError, as ``map_refusal`` says, for flows, parallel blocks, norms after the MLP and mixtures of
     experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all stored.
@@ -269,7 +296,8 @@ def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: Progre
     reason = map_refusal(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
-    instrument = _MapEntropy(system.trajectory, tokens)
+    path = system.on_sphere if isinstance(system, Recording) else system.trajectory
+    instrument = _MapEntropy(path, tokens, _norms_of(system))
     return system.replay(instrument, progress=progress)[instrument.name]
 
 
@@ -284,15 +312,23 @@ def map_refusal(system: System) -> str | None:
     if refused is not None:
         return refused
     if isinstance(system, Recording):
-        return block_refusal(system, "map_entropy")
+        return block_refusal(system, "map_entropy", post_norm=True)
     if not isinstance(system, Simulation) or not isinstance(system.problem.stepper, Layer):
         return "system is a flow, but map_entropy needs layers, whose MLP maps a token at once: stepper=hs.Layer()"
     return None
 
 
-def block_refusal(recording: Recording, name: str) -> str | None:
+def _norms_of(system: System) -> dict[int, Norm]:
+    """The norms whose outputs the MLPs of post-norm blocks read and add to, by layer."""
+    if not isinstance(system, Recording) or not system.anatomy.post_norm:
+        return {}
+    norms = {layer: system.anatomy.layers[layer].mlp_norm for layer in system.layers}
+    return {layer: norm for layer, norm in norms.items() if norm is not None}
+
+
+def block_refusal(recording: Recording, name: str, *, post_norm: bool = False) -> str | None:
     """Why the MLPs of a recording do not add f(x), f an MLP, to the state that they read; None if they do. ``name`` is
-    what needs it.
+    what needs it, and ``post_norm`` whether that state may be the output of a norm with its gain and bias.
 
     >>> from helmscope import record
     >>> block_refusal(record("A", ["Once upon a time"]), "map_entropy") is None
@@ -302,9 +338,10 @@ def block_refusal(recording: Recording, name: str) -> str | None:
         recording.certificate.require("force")
     except HelmscopeError as error:
         return str(error)
+    kinds = (Kind.SEQUENTIAL, Kind.POST_NORM) if post_norm else (Kind.SEQUENTIAL,)
     for number in recording.layers:
         layer = recording.anatomy.layers[number]
-        if layer.wiring.kind is not Kind.SEQUENTIAL or layer.wiring.sandwich:
+        if layer.wiring.kind not in kinds or layer.wiring.sandwich:
             kind = "norms after its halves" if layer.wiring.sandwich else f"{layer.wiring.kind.value} blocks"
             return f"system has {kind}, but {name} needs MLPs that add to the state they read, with no norm after it"
         if layer.mlp_norm is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
     from helmscope.plots.phase import phase_page as phase_page
+    from helmscope.plots.probes import probe_bank_figure as probe_bank_figure
     from helmscope.plots.tokens import tokens_figure as tokens_figure
     from helmscope.plots.transport import barycenter_figure as barycenter_figure
     from helmscope.plots.transport import bridge_figure as bridge_figure

@@ -14,6 +14,7 @@ from helmscope.meanfield.evolve import DensityPath
 from helmscope.models.recording import Recording
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.measure import measurement_names
+from helmscope.observe.probes import ProbeBank
 from helmscope.plots.bifurcation import bifurcation_figure
 from helmscope.plots.density import density_figure, density_path_figure
 from helmscope.plots.depth import depth_figure
@@ -22,6 +23,7 @@ from helmscope.plots.measurement import measurement_figure
 from helmscope.plots.measurements import measurements_figure
 from helmscope.plots.overview import overview_figure
 from helmscope.plots.phase import phase_figure
+from helmscope.plots.probes import probe_bank_figure
 from helmscope.plots.tokens import tokens_figure
 from helmscope.plots.transport import barycenter_figure, bridge_figure, discrete_bridge_figure, plan_figure
 from helmscope.solve.simulation import Simulation
@@ -56,10 +58,11 @@ def plot(item: object, **options: Any) -> Figure:
     - a ``density_overview`` with a free energy: it and its rate (``free_energy_figure``: ``title``), or single
       ``variables`` as curves;
     - a ``bifurcation_diagram``: the order parameter over nu (``bifurcation_figure``: ``title``);
+    - a ``ProbeBank``: its probes over the angle from their axes (``probe_bank_figure``: ``title``);
     - a ``Trial``: its statistic with its region, and the measured variables (``trial_figure``).
 
-    All but Measurements also have a method ``plot``. Raises HelmscopeError for any other object, and for an option that
-    the figure does not have.
+    All but Measurements and probe banks also have a method ``plot``. Raises HelmscopeError for any other object, and
+    for an option that the figure does not have.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -71,7 +74,7 @@ def plot(item: object, **options: Any) -> Figure:
     raise HelmscopeError(
         f"object to plot is {type_with_article(item)}, but it must be a Simulation, a Trajectory, a Recording, a "
         "Measurement, a dict of Measurements, a PhaseDiagram, a Plan, a Barycenter, a Bridge, a Density, a "
-        "DensityPath or a Trial"
+        "DensityPath, a ProbeBank or a Trial"
     )
 
 
@@ -130,6 +133,11 @@ def _bridge(item: Bridge, **options: Any) -> Figure:
 @plot.register(DiscreteBridge)
 def _discrete_bridge(item: DiscreteBridge, **options: Any) -> Figure:
     return _draw(discrete_bridge_figure, item, options)
+
+
+@plot.register(ProbeBank)
+def _probe_bank(item: ProbeBank, **options: Any) -> Figure:
+    return _draw(probe_bank_figure, item, options)
 
 
 @plot.register(Density)

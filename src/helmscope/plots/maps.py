@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
 
 MOST_NUMBERS = 100  # cells of a map that are labelled with their numbers
+ROUNDING = 1e-12  # of the largest number: less than this reads 0
 
 
 def draw_map(figure: Figure, panel: Axes, value: xr.DataArray, shared: Any, *, title: str, log: bool = False) -> None:
@@ -70,15 +71,35 @@ def _color_scale(numbers: Any, logarithmic: bool, *, is_difference: bool) -> dic
     return {"cmap": "viridis", "norm": Normalize(low, high)}
 
 
-def _draw_numbers(panel: Axes, image: Any, x: Any, y: Any, numbers: Any) -> None:
-    """Writes every number into its cell, all with the decimals that show their range with two digits."""
-    extent = float(np.nanmax(numbers, initial=-math.inf) - np.nanmin(numbers, initial=math.inf))
+def cell_texts(numbers: Any) -> list[str]:
+    """Numbers of a table as text: with the decimals that show their range with two digits, and those that would read 0
+    so, though they are not 0 within rounding, with two significant digits of their own.
+
+    >>> cell_texts([0.1, -0.2, 0.0, -1e-17])
+    ['0.10', '-0.20', '0.00', '0.00']
+    >>> cell_texts([0.0021, 0.31, 0.000043])
+    ['2.1e-03', '0.31', '4.3e-05']
+    """
+    values = np.asarray(numbers, dtype=np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    extent = float(np.ptp(finite)) if finite.size else 0.0
     decimals = max(0, 1 - math.floor(math.log10(extent))) if 0 < extent < math.inf else 2
-    for (row, column), number in np.ndenumerate(numbers):
+    rounding = ROUNDING * float(np.abs(finite).max(initial=0.0))
+    texts = []
+    for number in values:
+        text = f"{number:.{decimals}f}" if decimals <= 4 else f"{number:.1e}"
+        if float(text) == 0:
+            text = f"{number:.1e}" if abs(number) > rounding else text.removeprefix("-")
+        texts.append(text)
+    return texts
+
+
+def _draw_numbers(panel: Axes, image: Any, x: Any, y: Any, numbers: Any) -> None:
+    """Writes every number into its cell."""
+    for ((row, column), number), text in zip(np.ndenumerate(numbers), cell_texts(numbers), strict=True):
         if math.isnan(number):
             continue
         red, green, blue, _ = image.cmap(image.norm(number))
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-        text = f"{number:.{decimals}f}" if decimals <= 4 else f"{number:.1e}"
         style: Any = {"ha": "center", "va": "center", "fontsize": 6, "color": "white" if dark else "black"}
-        panel.text(x[column], y[row], text.removeprefix("-") if float(text) == 0 else text, **style)
+        panel.text(x[column], y[row], text, **style)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
@@ -101,10 +102,12 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LE
     labels = curve_labels(value)
     colors = _colors(panel, value, labels)
     spacing = min(0.12, 0.6 / len(labels)) if categories is not None else 0.0
+    drawn = []
     for index, (label, color) in enumerate(zip(labels, colors, strict=True)):
         shifted = x + spacing * (index - (len(labels) - 1) / 2)
         bars = (numbers[:, index], low[:, index], high[:, index])
         draw_curve(panel, shifted, bars, label, color, categorical=categories is not None)
+        drawn.append(DrawnCurve(shifted, bars[0], color))
     if f"{name}_null" in data:
         null = as_floats(data[f"{name}_null"].broadcast_like(value).transpose(*value.dims), name)
         for index, color in enumerate(colors):
@@ -115,6 +118,8 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LE
         if sum(map(len, categories)) > letters:
             for text in panel.get_xticklabels():
                 text.set(rotation=20, ha="right", rotation_mode="anchor")
+    elif panel.get_yscale() == "linear":
+        cut_outlying(panel, drawn, leading=drawn[0] if "predictions" in value.attrs else None)
     if value.ndim:
         panel.set_xlabel(textwrap.fill(plain(axis_name(value, value.dims[0])), letters))
     _draw_heading(panel, data, name, labels, letters)

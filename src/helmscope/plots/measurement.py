@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.maps import draw_map
 from helmscope.plots.measured import (
     as_floats,
@@ -94,8 +95,9 @@ def measurement_figure(
     NAME_null is dotted. Several Measurements are curves of different color in the same panel. A variable with an axis
     ``head``, or with a second numeric axis of more than five entries, is a map, one for each Measurement, on a common
     color scale. The title is ``title`` or, for a single Measurement, its attributes model and title. A variable of
-    ``paired_difference`` has a line at 0. Two replicates are drawn as thin lines or dots instead of a band. Replicates
-    are reduced first (``reduce_replicates``).
+    ``paired_difference`` has a line at 0. A few points far from the others are arrows at the edge with their values.
+    Two replicates are drawn as thin lines or dots instead of a band. Replicates are reduced first
+    (``reduce_replicates``).
 
     ``variables`` selects the variables by name; by default all that the Measurements have in common, at most 12.
     ``log`` names variables to draw on a log axis; otherwise an axis is a log axis only if the variable has the
@@ -254,6 +256,7 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
     families = [curve_labels(value) for value in values]
     colors = iter(_colors(sum(map(len, families))))
     drawn: list[Any] = []
+    curves: list[DrawnCurve] = []
     for each, value, family in zip(content.shown, values, families, strict=True):
         x, categories = positions(value)
         bars = [as_floats(entry, name) for entry in (value, *_band(each, name))]
@@ -266,6 +269,7 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
             edges = (bars[0][:, k], bars[1][:, k], bars[2][:, k])
             draw_curve(panel, place, edges, label, color, categorical=categorical)
             draw_singles(panel, place, [single[:, k] for single in singles], color, categorical=categorical)
+            curves += [] if categorical else [DrawnCurve(place, bars[0][:, k], color)]
             if null is not None:
                 level = as_floats(null.broadcast_like(value).transpose(*value.dims), name)[:, k]
                 panel.plot(x, level, color=color, linestyle=":", label="_null")
@@ -279,6 +283,8 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
         panel.legend(fontsize=7, loc="best")
     if log or (values[0].attrs.get("scale") == "log" and spans_decades(*drawn)):
         panel.set_yscale("log")
+    elif curves:
+        cut_outlying(panel, curves)
     panel.set_title(plain(_panel_title(values[0], name)), loc="left", fontsize=9)
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.maps import draw_map
-from helmscope.plots.measured import as_floats, axis_name, plain, variables, whole_ticks
+from helmscope.plots.measured import as_floats, axis_name, curve_labels, plain, variables, whole_ticks
+from helmscope.plots.slopes import draw_slopes
 from helmscope.plots.style import COLORS, blank_figure, styled
 from helmscope.stats.reduce import band, reduced
 from helmscope.types import HelmscopeError, pluralized, replicate_axis, type_with_article
@@ -32,9 +34,18 @@ FIRST = {
     "generator_test": ("share", "share_second_moment", "kind_share", "splitting_defect", "share_sampled_step"),
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
-    "free_energy_along_depth": ("free_energy", "free_energy_change", "predicted_free_energy", "entropy", "nu"),
-    "map_entropy": ("entropy_change", "divergence"),
+    "free_energy_along_depth": ("free_energy", "free_energy_change", "entropy", "entropy_change", "nu"),
+    "map_entropy": ("entropy_change",),
     "effective_beta": ("beta_without_self", "r_squared_without_self"),
+}
+# what is drawn over a variable: its prediction, in a few words
+OVER = {
+    "free_energy_along_depth": {
+        f"{kind}_{name}": (name, text)
+        for kind, text in (("predicted", "predicted"), ("gaussian_predicted", "predicted, Gaussian"))
+        for name in ("free_energy", "entropy", "free_energy_change", "entropy_change")
+    },
+    "map_entropy": {"divergence": ("entropy_change", "first order")},
 }
 
 
@@ -42,22 +53,25 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     """Figure of Measurements by name, as ``measure`` returns them: for each a few panels over depth, layer or time.
 
     Each curve is the mean over replicates with its interval. Values over depth of a recording are marked by the half of
-    a layer that they describe, attention and MLP; variables with heads are maps of layer and head. At most six
-    variables of each Measurement are drawn. Raises HelmscopeError for anything else than Measurements, and if none of
-    them has an axis depth, layer or time.
+    a layer that they describe, attention and MLP; variables with heads are maps of layer and head. What is predicted is
+    laid over what is measured, dashed, with its misfit. A few points far from the others, such as those of the first
+    block, are arrows at the edge with their values. At most six variables of each Measurement are drawn. Raises
+    HelmscopeError for anything else than Measurements, and if none of them has an axis depth, layer or time.
 
     >>> import xarray as xr
     >>> steps = xr.Dataset({"angle": (("depth", "prompt"), [[0.1, 0.2], [0.2, 0.2]])}, {"depth": [1, 2]})
     >>> [panel.get_title(loc="left") for panel in measurements_figure({"depth_steps": steps}).axes]
     ['depth steps: angle']
     """
-    panels, counts = [], set()
+    panels: list[tuple[str, xr.Dataset, str]] = []
+    counts = set()
     for name, each in measured.items():
         if not hasattr(each, "data_vars"):
             raise HelmscopeError(f"measured['{name}'] is {type_with_article(each)}, but it must be a Measurement")
         data = reduced(each)
         counts.add(f"{pluralized(int(data.attrs.get('n', 0)), str(data.attrs.get('replicate', replicate_name(each))))}")
         panels += [(name, data, variable) for variable in _chosen(name, data)]
+        panels += [(name, data, "")] if "remainder" in data and "scale" in data.remainder.dims else []
     if not panels:
         raise HelmscopeError("measured has no variable over depth, layer or time, but a figure needs one")
     columns = min(ACROSS, len(panels))
@@ -66,7 +80,10 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
         figure = blank_figure(WIDTH * columns, HEIGHT * rows + HEADING)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for place, (name, data, variable) in zip(axes, panels, strict=False):
-            _draw(figure, place, name, data, variable)
+            if variable:
+                _draw(figure, place, name, data, variable)
+            else:
+                draw_slopes(place, data)
         for place in axes[len(panels) :]:
             place.set_axis_off()
         _draw_legend(figure, panels)
@@ -96,7 +113,7 @@ def _chosen(name: str, data: xr.Dataset) -> list[str]:
         if any(dim in STATE_AXES for dim in axes) and len(axes) <= 2 and bool(data[variable].notnull().any()):
             possible.append(variable)
     first = [variable for variable in FIRST.get(name, ()) if variable in possible]
-    others = [variable for variable in possible if variable not in first]
+    others = [variable for variable in possible if variable not in (*first, *OVER.get(name, ()))]
     return first if first else others[:MOST_PANELS]
 
 
@@ -111,19 +128,38 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
         panel.title.set_fontsize(8)
         panel.set_title(plain(shown), loc="left", fontsize=8)
         return
-    _draw_curves(panel, data, variable, value, axis)
+    curves = _draw_curves(panel, data, variable, value, axis)
+    over = _draw_over(panel, name, data, variable, axis)
+    cut_outlying(panel, [*curves, *over], leading=curves[0] if over else None)
     panel.set_title(plain(shown), loc="left", fontsize=8)
     panel.set_xlabel(plain(axis_name(value, axis)), fontsize=8)
     whole_ticks(panel.xaxis, value, axis)
 
 
-def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray, axis: str) -> None:
+def _draw_over(panel: Axes, name: str, data: xr.Dataset, variable: str, axis: str) -> list[DrawnCurve]:
+    """Draws what is predicted for a variable over it."""
+    drawn = []
+    predictions = [(each, text) for each, (of, text) in OVER.get(name, {}).items() if of == variable and each in data]
+    for (each, text), color in zip(predictions, COLORS[2:], strict=False):
+        misfit = data.attrs.get(f"{each.removesuffix('_change')}_misfit")
+        label = text if misfit is None or not np.isfinite(misfit) else f"{text} (misfit {misfit:.2g})"
+        x, y = np.asarray(data[axis].values, dtype=np.float64), as_floats(data[each], each)[:, 0]
+        panel.plot(x, y, color=color, linestyle="--", linewidth=1.2, label=plain(label))
+        drawn.append(DrawnCurve(x, y, color))
+    if drawn:
+        panel.legend(fontsize=6.5, loc="best")
+    return drawn
+
+
+def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray, axis: str) -> list[DrawnCurve]:
+    """Draws a variable, one curve for each entry of its second axis."""
     x = np.asarray(value[axis].values, dtype=np.float64)
     low, high = (
         each.transpose(*data[variable].dims).squeeze(drop=True).transpose(axis, ...) for each in band(data, variable)
     )
     columns = [(), *value.dims[1:]]
     family = [None] if len(columns) == 1 else range(value.sizes[value.dims[1]])
+    drawn: list[DrawnCurve] = []
     halves = np.asarray(data["half"].values).astype(str) if "half" in data.coords and axis == "depth" else None
     for k, member in enumerate(family):
         y, bottom, top = (
@@ -131,7 +167,8 @@ def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArr
             for each in (value, low, high)
         )
         color = COLORS[k % len(COLORS)] if halves is None or member is not None else "#8a8f98"
-        label = None if member is None else f"{value.dims[1]} {value[value.dims[1]].values[member]}"
+        label = None if member is None else curve_labels(value)[member]
+        drawn.append(DrawnCurve(x, y, color))
         panel.plot(x, y, color=color, linewidth=1.0 if halves is not None else 1.6, label=label)
         panel.fill_between(x, bottom, top, color=color, alpha=0.2, linewidth=0)
         if halves is not None and member is None:
@@ -143,6 +180,7 @@ def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArr
         panel.legend(fontsize=7)
     if bool(np.nanmin(value.values) < 0 < np.nanmax(value.values)):
         panel.axhline(0, color="#c3c7cd", linewidth=0.8, zorder=0)
+    return drawn
 
 
 def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> None:

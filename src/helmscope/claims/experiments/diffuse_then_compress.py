@@ -21,12 +21,15 @@ from helmscope.stats.replicates import halves
 from helmscope.types import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
-PLANTED_DEPTHS, SHRINKING = 6, 0.8  # of the planted clouds; factor of their differences from the mean at each depth
+# planted clouds: factors of the differences of tokens from their mean, from depth to depth
+SHRINKING = tuple(0.8**k for k in range(6))
+GROWING = SHRINKING[::-1]
+JUMPING = (*(0.8 * factor for factor in SHRINKING[:-1]), 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,18 @@ class EntropyCurve:
         return np.asarray(self.test[self.chosen] - self.test[0])
 
     @property
+    def trend(self) -> np.ndarray:
+        """The slope of the entropy over the half-steps up to the chosen depth, by least squares, on the test half."""
+        place = np.arange(self.chosen + 1) - self.chosen / 2
+        return np.asarray(place @ self.test[: self.chosen + 1] / max(1.0, float(place @ place)))
+
+    @property
+    def above_start(self) -> np.ndarray:
+        """The mean entropy over the depths after the first, up to the chosen one, minus that at the first."""
+        way = self.test[min(1, self.chosen) : self.chosen + 1]
+        return np.asarray(way.mean(0) - self.test[0])
+
+    @property
     def fall(self) -> np.ndarray:
         """Entropy at the chosen depth minus that at the last, on the test half."""
         return np.asarray(self.test[self.chosen] - self.test[-1])
@@ -66,9 +81,11 @@ class EntropyCurve:
 @experiment("diffuse-then-compress", seconds={"model": 43})
 def diffuse_then_compress(case: TrialCase) -> Finding:
     """The depth of the largest Gaussian entropy of all tokens is chosen on half of the prompts; on the other half the
-    entropy there is compared with that at the first and at the last depth, each one-sided at the level of the entry.
+    entropy there is compared with that at the first and at the last depth, and on the way there with its start and by
+    its trend, each one-sided at the level of the entry.
 
-    Controls are clouds that shrink towards their mean from depth to depth, or grow, and blocks that write nothing.
+    Controls are clouds that shrink towards their mean from depth to depth, or grow, or grow only after they have shrunk
+    below their start, and blocks that write nothing.
     """
     unmet = case.subject.unmet_premise("trajectory", "on_sphere")
     if unmet is not None:
@@ -84,18 +101,20 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
     if not (StepSizes.of(recording).medians > AT_REST).any():
         return Finding.impossible("no token moves, so that the entropy is the same at every depth")
     confidence = 1 - 2 * case.constant("level")
-    grown = planted(path, 1 / SHRINKING)
-    controls: dict[str, Evidence] = {
-        "a cloud that only shrinks": _evidence(EntropyCurve.of(planted(path, SHRINKING), seed).rise, confidence),
-        "a cloud that only grows": _evidence(EntropyCurve.of(grown, seed).fall, confidence),
-        "blocks that write nothing": _evidence(EntropyCurve.of(_path(silenced(recording)), seed).rise, confidence),
+    shrunk, grown, jumped = (EntropyCurve.of(planted(path, each), seed) for each in (SHRINKING, GROWING, JUMPING))
+    differences = {
+        "a cloud that only shrinks": shrunk.rise,
+        "a cloud that shrinks before it grows": jumped.trend,
+        "a cloud that is below its start": jumped.above_start,
+        "a cloud that only grows": grown.fall,
+        "blocks that write nothing": EntropyCurve.of(_path(silenced(recording)), seed).rise,
     }
     twins = list(_twins(case, recording, seed))
-    rise, fall = (Replicates(each, "prompts", confidence=confidence) for each in (own.rise, own.fall))
+    measured = {"rise": own.rise, "trend": own.trend, "above the start": own.above_start, "fall": own.fall}
     return Finding(
         shortage=prompts.alike,
-        evidence={"rise": rise, "fall": fall},
-        controls=controls,
+        evidence={name: Replicates(each, "prompts", confidence=confidence) for name, each in measured.items()},
+        controls={name: _evidence(each, confidence) for name, each in differences.items()},
         described=_described(twins),
         data=curve(
             "entropy",
@@ -126,18 +145,16 @@ def _entropies(path: Trajectory, rows: np.ndarray) -> tuple[np.ndarray, str]:
     return torch.stack(values).cpu().numpy(), common.undefined_text if common.undefined else ""
 
 
-def planted(path: Trajectory, factor: float) -> Trajectory:
-    """The last cloud of a trajectory, whose differences from its mean token are multiplied by ``factor`` from depth to
-    depth and which is brought back to the sphere: it shrinks for factors below 1; for others it begins shrunken and
-    grows.
+def planted(path: Trajectory, factors: Sequence[float]) -> Trajectory:
+    """The last cloud of a trajectory, whose differences from its mean token are multiplied by one of ``factors`` at
+    each depth and which is brought back to the sphere: it shrinks where they fall, and grows where they rise.
     """
     x = retract(path.states[-1].double())
     weights = torch.ones_like(x[..., 0]) if path.weights is None else path.weights[-1].to(x)
     center = (weights.unsqueeze(-1) * x).sum((0, 1)) / weights.sum()
     north = retract(center)
-    powers = [factor**k if factor < 1 else factor ** (k - PLANTED_DEPTHS + 1) for k in range(PLANTED_DEPTHS)]
-    states = torch.stack([retract(north + power * (x - center)) for power in powers])
-    times = torch.arange(float(PLANTED_DEPTHS), dtype=torch.float64)
+    states = torch.stack([retract(north + factor * (x - center)) for factor in factors])
+    times = torch.arange(float(len(factors)), dtype=torch.float64)
     return Trajectory(times, states, weights[None], axis=path.axis, replicate=path.replicate)
 
 
@@ -170,10 +187,7 @@ def _remark(own: EntropyCurve, path: Trajectory, twins: list[EntropyCurve], prem
     depth, least = float(path.times[own.chosen]), int(means[: own.chosen + 1].argmin())
     dip, depths = "", ", ".join(f"{float(path.times[each.chosen]):g}" for each in twins)
     if 0 < least < own.chosen:
-        dip = (
-            f" Before that it falls to {means[least]:.1f} at depth {float(path.times[least]):g}: the two differences "
-            "do not say that it rises all the way."
-        )
+        dip = f" Before that it falls to {means[least]:.1f} at depth {float(path.times[least]):g}."
     return (
         f"On the selection half the entropy is largest at depth {depth:g} of {float(path.times[-1]):g}. On the test "
         f"half it is {means[0]:.1f} nats at the first depth, {means[own.chosen]:.1f} there and {means[-1]:.1f} at the "

@@ -143,8 +143,8 @@ def entropy_rates(settings: Settings, grid: CircleGrid, process: Process) -> Rat
 
 def _of_model(case: TrialCase) -> Finding:
     """E div_S b, b = P f / r, against E log |det D_S T| over the MLP half-steps of a model, T(x) = N(r x + f(x)) at the
-    recorded radius r of each token: the least-squares slope over the half-steps, one per prompt, from the same sampled
-    tokens of it.
+    recorded radius r of each token, or N(z + f(x)) after the norm of a post-norm block: the least-squares slope over
+    the half-steps, one per prompt, from the same sampled tokens of it.
     """
     unmet = case.subject.unmet_premise("trajectory", "force", mlp=True)
     if unmet is not None:

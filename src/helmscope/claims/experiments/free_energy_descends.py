@@ -256,18 +256,16 @@ def _described(measured: xr.Dataset, twins: np.ndarray) -> dict[str, Evidence]:
 
 
 def _curves(measured: xr.Dataset) -> xr.Dataset:
-    """F and entropy over depth, measured and predicted, and F as printed."""
-    depths = measured.depth.values.tolist()
-    families = [
-        curve(
-            name,
-            np.stack([measured[f"{kind}{name}"].transpose("prompt", "depth").values for kind in CURVES.values()], -1),
-            {"depth": depths, "curve": list(CURVES)},
-            label=label,
-            over="prompt",
-        )
-        for name, label in (("free_energy", "free energy F since depth 0"), ("entropy", "Gaussian entropy (nats)"))
-    ]
+    """F and entropy over depth, with the predicted curves and their misfits, and F as printed."""
+    depths, families = measured.depth.values.tolist(), []
+    for name, label in (("free_energy", "free energy F since depth 0"), ("entropy", "Gaussian entropy (nats)")):
+        named = {text: f"{kind}{name}" for text, kind in CURVES.items()}
+        misfits = {text: measured.attrs.get(f"{variable}_misfit") for text, variable in named.items()}
+        labels = [text if misfit is None else f"{text}, misfit {misfit:.2g}" for text, misfit in misfits.items()]
+        values = np.stack([measured[each].transpose("prompt", "depth").values for each in named.values()], -1)
+        family = curve(name, values, {"depth": depths, f"{name} curve": labels}, label=label, over="prompt")
+        family[name].attrs["predictions"] = "all curves but the first, whose range sets the axis"
+        families.append(family)
     printed = curve(
         "free_energy_as_printed",
         measured.free_energy_as_printed.transpose("prompt", "depth").values,

@@ -115,8 +115,8 @@ def _described(
 
 
 def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
-    """The upper bounds on the swirl of the L2(rho) projection; None for mixtures of experts, which have none, and where
-    the tokens are too few to determine them.
+    """The upper bounds on the swirl of the L2(rho) projection, of a mixture of experts as routed; None for forces that
+    have none, and where the tokens are too few to determine them.
     """
     if projection_refusal(recording) is not None:
         return None
