@@ -34,6 +34,7 @@ TRIED = (
         "heads-compete",
         "histogram-width",
         "jko-step",
+        "key-norm",
         "kuramoto",
         "low-coherence",
         "mean-field-limit",
@@ -41,7 +42,8 @@ TRIED = (
     *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mlp-projects", "mobility"),
     "no-mean-drift",
     *("norm-confines", "one-cluster"),
-    *("phase-curve", "radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
+    *("phase-curve", "probe-metric", "qk-metric"),
+    *("radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
     *("sharp-unstable", "sinks-are-anchors", "small-steps"),
     *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
 )

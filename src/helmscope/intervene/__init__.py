@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from helmscope.intervene.change import edited as edited
     from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.intervene.edit import Edit as Edit
+    from helmscope.intervene.one_side import Blur as Blur
+    from helmscope.intervene.one_side import Normalize as Normalize
+    from helmscope.intervene.one_side import OneSidedEdit as OneSidedEdit
+    from helmscope.intervene.one_side import matched_sides as matched_sides
     from helmscope.intervene.query_key import CenteredKeyNoise as CenteredKeyNoise
     from helmscope.intervene.query_key import Gauge as Gauge
     from helmscope.intervene.query_key import MatchedQueryNoise as MatchedQueryNoise
     from helmscope.intervene.query_key import ShiftKeys as ShiftKeys
+    from helmscope.intervene.side_by_side import SideBySide as SideBySide
     from helmscope.intervene.states import Ablate as Ablate
     from helmscope.intervene.states import Add as Add
     from helmscope.intervene.states import Patch as Patch
@@ -33,5 +38,6 @@ if TYPE_CHECKING:
     from helmscope.intervene.token_bands import band_share as band_share
     from helmscope.intervene.token_bands import token_basis as token_basis
     from helmscope.intervene.token_bands import token_frequencies as token_frequencies
+    from helmscope.intervene.weight_noise import WeightNoise as WeightNoise
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -164,7 +164,12 @@ def matrix_of(module: nn.Module) -> Float[Tensor, "out in"] | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
         return None
-    return weight.detach().mT if hasattr(module, "nf") else weight.detach()  # Conv1D of GPT-2 stores the transpose
+    return as_stored(module, weight.detach())
+
+
+def as_stored(module: nn.Module, matrix: Float[Tensor, "out in"]) -> Tensor:
+    """A matrix (out, in) in the layout in which a linear module stores its weight, and the reverse."""
+    return matrix.mT if hasattr(module, "nf") else matrix  # Conv1D of GPT-2 stores the transpose
 
 
 def affine_of(module: nn.Module) -> Affine:

@@ -65,6 +65,15 @@ class Batch:
             None if self.identities is None else self.identities[rows],
         )
 
+    def repeated(self, count: int) -> Batch:
+        """The batch ``count`` times, one copy after the other."""
+        if count == 1:
+            return self
+        inputs = {name: torch.cat([value] * count) for name, value in self.inputs.items()}
+        masks = (None if mask is None else torch.cat([mask] * count) for mask in (self.counted, self.visible))
+        counted, visible = masks
+        return Batch(inputs, counted, visible=visible)
+
     @property
     def ids_name(self) -> str:
         """The name of the input with the ids of these tokens."""

@@ -146,6 +146,11 @@ if TYPE_CHECKING:
     from helmscope.observe.mobility_test import mobility_test as mobility_test
     from helmscope.observe.nearest import Nearest as Nearest
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
+    from helmscope.observe.noise_ratio import as_table as as_table
+    from helmscope.observe.noise_ratio import at_equal_damage as at_equal_damage
+    from helmscope.observe.noise_ratio import damage_slope as damage_slope
+    from helmscope.observe.noise_ratio import key_query_ratio as key_query_ratio
+    from helmscope.observe.noise_ratio import noise_table_as_printed as noise_table_as_printed
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet
@@ -155,6 +160,17 @@ if TYPE_CHECKING:
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
     from helmscope.observe.probes import lens_probes as lens_probes
+    from helmscope.observe.query_key_metric import HeadForms as HeadForms
+    from helmscope.observe.query_key_metric import form_alignment as form_alignment
+    from helmscope.observe.query_key_metric import head_forms as head_forms
+    from helmscope.observe.query_key_metric import loop_defect as loop_defect
+    from helmscope.observe.query_key_metric import query_key_metric as query_key_metric
+    from helmscope.observe.query_key_metric import symmetric_eigenvalues as symmetric_eigenvalues
+    from helmscope.observe.query_key_metric import symmetric_share as symmetric_share
+    from helmscope.observe.query_key_metric import triangle_defect as triangle_defect
+    from helmscope.observe.query_key_noise import NoiseForm as NoiseForm
+    from helmscope.observe.query_key_noise import query_key_noise as query_key_noise
+    from helmscope.observe.query_key_noise import query_key_noise_by_layer as query_key_noise_by_layer
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
     from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
     from helmscope.observe.rank import effective_rank as effective_rank

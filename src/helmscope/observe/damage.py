@@ -87,11 +87,16 @@ def token_damage(
     """KL, increase of the loss, change of the entropy, and whether the top token stays, at each token."""
     log_p, log_q = (torch.log_softmax(logits, -1) for logits in (plain, edited))
     p, q = log_p.exp(), log_q.exp()
+    change = log_q - log_p
     # q - p - p log(q / p) >= 0 term by term and sums to KL: small divergences keep their digits
-    change = torch.where(p > 0, log_q - log_p, 0.0)
-    terms = torch.where(change.abs() < 1, p * (torch.expm1(change) - change), q - p - p * change)
-    kl = torch.where(p > 0, terms, q).sum(-1)
-    increase = (log_p - log_q).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    entropy_change = (torch.where(p > 0, p * log_p, 0.0) - torch.where(q > 0, q * log_q, 0.0)).sum(-1)
+    if bool(change.abs().amax() < 1):
+        kl = (p * (torch.expm1(change) - change)).sum(-1)
+    else:  # tokens that cannot occur, or whose quotient is far from 1, are slower
+        change = torch.where(p > 0, change, 0.0)
+        terms = torch.where(change.abs() < 1, p * (torch.expm1(change) - change), q - p - p * change)
+        kl = torch.where(p > 0, terms, q).sum(-1)
+    at = targets.unsqueeze(-1)
+    increase = (log_p.gather(-1, at) - log_q.gather(-1, at)).squeeze(-1)
+    entropy_change = (p * log_p).nansum(-1) - (q * log_q).nansum(-1)  # 0 log 0 = 0
     top_kept = (edited.argmax(-1) == plain.argmax(-1)).double()
     return torch.stack([kl, increase, entropy_change, top_kept])

@@ -1,0 +1,145 @@
+"""key-norm: normalizing or blurring keys is dangerous, and doing the same to queries is permissible."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from helmscope.claims.evidence import PremiseImpossible, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.small_steps import silenced
+from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.intervene.one_side import Blur, Normalize, matched_sides
+from helmscope.intervene.query_key import Gauge
+from helmscope.models.watch import Site
+from helmscope.observe.damage import damage_under_edits
+from helmscope.stats.scales import LogScale
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from helmscope.claims.evidence import Evidence
+    from helmscope.intervene.one_side import OneSidedEdit
+    from helmscope.models.recording import Recording
+
+NO_DAMAGE = "the change of the queries does no damage, so that there is no ratio"
+SILENT_PROMPTS = 2
+CHANGES = ("normalized", "blurred")
+
+
+@experiment("key-norm", seconds={"model": 45})
+def key_norm(case: TrialCase) -> Finding:
+    """KL of the next-token law with all keys changed over that with all queries changed, at strengths at which both
+    move the logits equally; one ratio per prompt. The full changes of both sides are described as printed.
+    """
+    unmet = case.subject.unmet_premise("lens", causal=True, head=True)
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
+    try:
+        _matched(case, few, CHANGES)
+    except HelmscopeError as error:
+        return Finding.impossible(str(error))
+    recording = case.subject.recording_of(prompts.texts)
+    ratios = _ratios(recording, _matched(case, recording, CHANGES))
+    if not all(np.isfinite(ratio).all() for ratio in ratios.values()):
+        return Finding.impossible(NO_DAMAGE)
+    contrasts = _twins(case, prompts.texts, ratios)
+    draw = np.random.default_rng(case.seed_for(0))
+    swapped = ratios["normalized"] ** draw.choice([-1, 1], len(ratios["normalized"]))
+    described: dict[str, Evidence] = {}
+    for name, contrast in contrasts.items():
+        described |= contrast.described(f"log ratio, {name}")
+    return Finding(
+        evidence={name: Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()},
+        controls={
+            "blocks that write nothing": _silent(case, few),
+            "sides swapped at random": Replicates(swapped, "prompts", LogScale()),
+            "gauge": _gauge(case, prompts.texts[: case.constant("gauge_prompts")]),
+        },
+        described=described | _as_printed(case, recording),
+        remark=_remark(case, contrasts),
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each",
+        shortage=prompts.alike,
+    )
+
+
+def _matched(
+    case: TrialCase, recording: Recording, changes: tuple[str, ...]
+) -> dict[str, tuple[OneSidedEdit, OneSidedEdit]]:
+    """The change of the queries and that of the keys, at matched strengths, by name."""
+    found: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {}
+    if "normalized" in changes:
+        queries, keys = Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY, centered=True)
+        found["normalized"] = matched_sides(recording, queries, keys)
+    if "blurred" in changes:
+        found["blurred"] = matched_sides(recording, *_blurs(case))
+    return found
+
+
+def _blurs(case: TrialCase) -> tuple[Blur, Blur]:
+    kernel = case.constant("kernel")
+    return Blur(site=Site.QUERY, kernel=kernel), Blur(site=Site.KEY, kernel=kernel)
+
+
+def _ratios(recording: Recording, changes: dict[str, tuple[OneSidedEdit, OneSidedEdit]]) -> dict[str, np.ndarray]:
+    """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
+    edits = {f"{name} {side}": edit for name, pair in changes.items() for side, edit in enumerate(pair)}
+    kl = damage_under_edits(recording, edits, progress=False).kl
+    queries = {name: kl.sel(edit=f"{name} 0").values for name in changes}
+    return {
+        name: np.asarray(kl.sel(edit=f"{name} 1").values / np.where(of_queries > 0, of_queries, np.nan))
+        for name, of_queries in queries.items()
+    }
+
+
+def _silent(case: TrialCase, recording: Recording) -> Evidence:
+    """The ratio where blocks write nothing."""
+    silent = silenced(recording)
+    ratio = _ratios(silent, _matched(case, silent, ("normalized",)))["normalized"]
+    return Replicates(ratio, "prompts", LogScale()) if np.isfinite(ratio).all() else PremiseImpossible(NO_DAMAGE)
+
+
+def _gauge(case: TrialCase, texts: tuple[object, ...]) -> Evidence:
+    """The ratios of normalized sides after the gauge over those before it, on some of the prompts."""
+    recording = case.subject.recording_of(texts)
+    gauged = recording.under(Gauge(factor=case.constant("gauge")))
+    after, before = (_ratios(each, _matched(case, each, ("normalized",)))["normalized"] for each in (gauged, recording))
+    return Replicates(after / before, "prompts")
+
+
+def _twins(case: TrialCase, texts: tuple[object, ...], ratios: dict[str, np.ndarray]) -> dict[str, TwinContrast]:
+    """The logarithms of the ratios beside those of the untrained twins."""
+    some = texts[: case.count(case.constant("twin_prompts"), quick=case.constant("twin_prompts_quick"))]
+    twins = case.count(case.constant("twins"), quick=case.constant("twins_quick"))
+    found = [
+        _ratios(twin, _matched(case, twin, CHANGES))
+        for twin in case.subject.twin_recordings(twins, seed=case.seed, texts=some)
+    ]
+    return {
+        name: TwinContrast(np.log(ratio), np.log(np.stack([each[name] for each in found])))
+        for name, ratio in ratios.items()
+    }
+
+
+def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
+    """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
+    if case.quick:
+        return {}
+    full: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {
+        "normalized": (Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY)),
+        "blurred": _blurs(case),
+    }
+    ratios = _ratios(recording, full)
+    return {f"ratio, {name}, as printed": Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()}
+
+
+def _remark(case: TrialCase, contrasts: dict[str, TwinContrast]) -> str:
+    twins = ", ".join(f"{name} {np.exp(each.twins.mean()):.2f}" for name, each in contrasts.items())
+    left_out = " The full changes, as printed: not tried in quick." if case.quick else ""
+    return f"Untrained twins have the ratios {twins}.{left_out}"

@@ -1,0 +1,141 @@
+"""What ``query_key_noise`` says about queries against keys: their ratio, the slope in sigma, kinds at equal damage, and
+table 1 of [Additive transport].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from helmscope.observe.query_key_noise import NoiseForm, query_key_noise
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_replicates, type_with_article
+
+if TYPE_CHECKING:
+    from helmscope.models.recording import Recording
+    from helmscope.types.progress import ProgressOption
+
+# table 1 of [Additive transport], measured there on GPT-2: sigma, KL of noise on queries, KL of noise on keys, ratio
+PRINTED = {0.01: (0.0007, 0.0013, 1.86), 0.05: (0.0342, 0.0296, 0.86), 0.10: (0.1237, 0.1581, 1.28)}
+KINDS = ("entropy_change", "top_kept", "top_key_kept")
+RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log(x)"}
+
+
+def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
+    """KL of noise on keys over KL of noise on queries, each averaged over the axis ``over``: over the draws, one ratio
+    per prompt, or over the prompts (over="prompt"), one ratio per draw. NaN where noise on queries does no damage.
+
+    ``noise`` is what ``query_key_noise`` returns. The null is 1 in the form MATCHED, at second order.
+
+    >>> kl = ("site", "draw", "prompt"), [[[1.0, 2.0]], [[3.0, 2.0]]]
+    >>> noise = xr.Dataset({"kl": kl}, {"site": ["query", "key"]})
+    >>> key_query_ratio(noise).values.tolist()
+    [3.0, 1.0]
+    """
+    kl = _checked(noise).kl.mean(over)
+    query, key = kl.sel(site="query", drop=True), kl.sel(site="key", drop=True)
+    ratio: xr.DataArray = key / query.where(query > 0)
+    return ratio.assign_attrs(RATIO)
+
+
+def damage_slope(noise: xr.Dataset) -> xr.DataArray:
+    """The slope of log KL in log sigma, by least squares over the sizes > 0, of the mean over draws: 2 where damage is
+    quadratic. NaN where some noise does no damage. Raises HelmscopeError for fewer than two sizes > 0.
+
+    >>> sigma = np.array([0.1, 0.2, 0.4])
+    >>> noise = xr.Dataset({"kl": (("sigma", "draw", "prompt"), 3 * sigma[:, None, None] ** 2)}, {"sigma": sigma})
+    >>> damage_slope(noise).round(6).values.tolist()
+    [2.0]
+    """
+    kl = _checked(noise).kl.mean("draw")
+    kl = kl.sel(sigma=kl.sigma[kl.sigma > 0])
+    if kl.sizes["sigma"] < 2:
+        raise HelmscopeError(f"noise has {kl.sizes['sigma']} sizes > 0, but a slope needs at least 2")
+    x = np.log(kl.sigma) - np.log(kl.sigma).mean()
+    slope: xr.DataArray = (x * np.log(kl.where(kl > 0))).sum("sigma", skipna=False) / (x**2).sum()
+    return slope
+
+
+def at_equal_damage(noise: xr.Dataset) -> xr.Dataset:
+    """What noise on queries and noise on keys do at equal KL: ``entropy_change``, ``top_kept`` and ``top_key_kept`` of
+    both, along ``site``, at one KL per prompt, ``equal_kl``.
+
+    KL and kinds are averaged over draws and interpolated along sigma, linearly in log KL. ``equal_kl`` is the geometric
+    middle of the range of KL that both reach in the prompt; where there is none, all are NaN.
+
+    >>> from helmscope import record
+    >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), seeds=2)
+    >>> at_equal_damage(noise).top_key_kept.dims
+    ('form', 'site', 'prompt')
+    """
+    mean = _checked(noise)[["kl", *KINDS]].mean("draw").sel(site=["query", "key"])
+    logs = np.log(mean.kl.where(mean.kl > 0))
+    low, high = logs.min("sigma", skipna=False).max("site"), logs.max("sigma", skipna=False).min("site")
+    level = ((low + high) / 2).where(low <= high)
+    values = {
+        kind: xr.apply_ufunc(
+            _interpolated,
+            level,
+            logs,
+            mean[kind],
+            input_core_dims=[[], ["sigma"], ["sigma"]],
+            vectorize=True,
+        ).assign_attrs(noise[kind].attrs)
+        for kind in KINDS
+    }
+    data = {name: value.transpose(..., "prompt") for name, value in values.items()}
+    level = np.exp(level).assign_attrs(long_name="divergence at which the kinds are compared (nats)")
+    return check_replicates(xr.Dataset(data | {"equal_kl": level.transpose(..., "prompt")}))
+
+
+@shows_progress("table 1 of the source on additive transport")
+def noise_table_as_printed(
+    recording: Recording, *, seeds: int = 20, seed: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
+    """Table 1 of [Additive transport], section 9.1, in both of its readings, noise on the activations and on the
+    weights: ``kl_query``, ``kl_key`` and their ``ratio``, along (form, sigma, prompt), each the mean over the draws.
+
+    The coordinates ``printed_query``, ``printed_key`` and ``printed_ratio`` hold what is printed, measured there on
+    GPT-2 without error bars. ``reduce_replicates`` gives means over prompts with intervals. The ratio depends on the
+    gauge q -> c q, k -> k / c, and so is no property of what the model computes.
+
+    >>> from helmscope import record
+    >>> table = noise_table_as_printed(record("A", ["Once upon a time", "The cat sat"]), seeds=1)
+    >>> dict(table.ratio.sizes), table.printed_ratio.values.tolist()
+    ({'form': 2, 'sigma': 3, 'prompt': 2}, [1.86, 0.86, 1.28])
+    """
+    forms = (NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS)
+    noise = query_key_noise(recording, forms=forms, sigmas=list(PRINTED), seeds=seeds, seed=seed, progress=progress)
+    return as_table(noise)
+
+
+def as_table(noise: xr.Dataset) -> xr.Dataset:
+    """The table of ``noise_table_as_printed`` from noise that was measured at the printed sizes.
+
+    >>> kl = ("sigma", "site", "draw", "prompt"), np.ones((3, 2, 1, 4))
+    >>> table = as_table(xr.Dataset({"kl": kl}, {"sigma": list(PRINTED), "site": ["query", "key"]}))
+    >>> table.ratio.isel(prompt=0).values.tolist()
+    [1.0, 1.0, 1.0]
+    """
+    kl = _checked(noise).kl.sel(sigma=list(PRINTED)).mean("draw", keep_attrs=True)
+    printed = dict(zip(("query", "key", "ratio"), zip(*PRINTED.values(), strict=True), strict=True))
+    columns = {f"kl_{site}": kl.sel(site=site, drop=True) for site in ("query", "key")}
+    table = xr.Dataset(columns | {"ratio": key_query_ratio(noise).sel(sigma=list(PRINTED))}, attrs=noise.attrs)
+    return check_replicates(
+        table.assign_coords({f"printed_{name}": ("sigma", list(column)) for name, column in printed.items()})
+    )
+
+
+def _checked(noise: xr.Dataset) -> xr.Dataset:
+    if not isinstance(noise, xr.Dataset) or "kl" not in noise or "draw" not in noise.dims:
+        raise HelmscopeError(f"noise is {type_with_article(noise)}, but it must be what query_key_noise returns")
+    return noise
+
+
+def _interpolated(level: float, logs: Sequence[float], values: Sequence[float]) -> float:
+    """The value at which log KL reaches the level, linearly between sizes."""
+    order = np.argsort(logs)
+    return float(np.interp(level, np.asarray(logs)[order], np.asarray(values)[order])) if np.isfinite(level) else np.nan
