@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.claims import arm_statistics as arm_statistics
+    from helmscope.claims import attention_trials as attention_trials
+    from helmscope.claims import circle_functions as circle_functions
+    from helmscope.claims import generator_shares as generator_shares
+    from helmscope.claims import mlp_shares as mlp_shares
+    from helmscope.claims import prompts as prompts
+    from helmscope.claims import rank_correlation as rank_correlation
+    from helmscope.claims import small_steps as small_steps
+    from helmscope.claims import theory_flow as theory_flow
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import SubjectKind as SubjectKind

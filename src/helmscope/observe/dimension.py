@@ -181,7 +181,13 @@ def dimension_by_size(
 
 
 class HighDimensionWarning(UserWarning):
-    """An estimated dimension is so high that it depends on the number of points."""
+    """An estimated dimension is so high that it depends on the number of points; ``dimension_by_size`` shows how.
+
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     _ = two_nn(torch.randn(200, 60, generator=torch.Generator().manual_seed(0)))
+    >>> caught[0].category.__name__
+    'HighDimensionWarning'
+    """
 
 
 def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Float[Tensor, "m d"]:
