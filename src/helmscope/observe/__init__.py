@@ -180,6 +180,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.sink_damage import sink_damage as sink_damage
     from helmscope.observe.sinks import AttentionSinks as AttentionSinks
+    from helmscope.observe.sinks import TokenValues as TokenValues
     from helmscope.observe.sinks import attention_sinks as attention_sinks
     from helmscope.observe.sinks import sink_constancy as sink_constancy
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta

@@ -16,7 +16,7 @@ from helmscope.claims.rank_correlation import LARGEST, LARGEST_Z, jackknife_valu
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.sink_damage import sink_damage, sinks_of
-from helmscope.observe.sinks import SINK_THRESHOLD, AttentionSinks, TokenValues
+from helmscope.observe.sinks import AttentionSinks, TokenValues
 from helmscope.stats.replicates import halves
 from helmscope.stats.scales import FisherZScale, RemainderScale
 
@@ -153,7 +153,7 @@ class Sinks:
         """Weights and norms of the sinks, and the cosine of their values as they are."""
         rows: dict[str, Evidence] = {
             "mean weight on the first token": Replicates(self._of_sinks("sink_weight"), "prompts"),
-            f"share of queries whose weight on the first token is above {SINK_THRESHOLD}": Replicates(
+            f"share of queries whose weight on the first token is above {self.measured.attrs['threshold']}": Replicates(
                 self._of_sinks("sink_share"), "prompts"
             ),
             "cosine of the values as they are": _over_pairs(self._values()[0]),
