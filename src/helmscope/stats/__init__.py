@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from helmscope.stats.scales import LinearScale as LinearScale
     from helmscope.stats.scales import LogScale as LogScale
     from helmscope.stats.scales import RemainderScale as RemainderScale
+    from helmscope.stats.scales import Scale as Scale
     from helmscope.stats.summary import summary as summary
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
