@@ -24,6 +24,9 @@ class Scale:
     for one number, and ``inverse_array`` for an array, where NumPy may round differently. ``slope`` is the derivative
     dx/dy at x, which converts a small error on the scale to one of x. Only ``BoundedScale`` has a closed domain; its
     map is the identity.
+
+    >>> isinstance(LogScale(), Scale), LogScale().domain
+    (True, (0.0, inf))
     """
 
     domain: tuple[float, float] = (-math.inf, math.inf)

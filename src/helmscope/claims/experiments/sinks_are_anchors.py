@@ -111,7 +111,7 @@ class Sinks:
     @property
     def best_weights(self) -> np.ndarray:
         """The weight on the first token of the head whose mean is the largest, one value per prompt."""
-        flat = self._of_all("sink_weight")
+        flat = self.of_every_head("sink_weight")
         return np.asarray(flat[:, flat.mean(0).argmax()])
 
     def absent(self, name: str) -> str:
@@ -129,18 +129,18 @@ class Sinks:
 
     def cosine(self, position: int = 0) -> Evidence:
         """The mean cosine over pairs of prompts, of the values at one of the positions minus the mean value."""
-        value, mean = self._values(position)
+        value, mean = self.values_at(position)
         return _over_pairs(value - mean)
 
     def explained_share(self, seed: int) -> Evidence:
         """The held-out share of the variance about the mean value that one constant vector explains, the mean over
         sinks; constant and mean value of each prompt are those of the half of the prompts without it.
         """
-        value = self._values()[0]
+        value = self.values_at()[0]
         left, about = np.empty(value.shape[:2]), np.empty(value.shape[:2])
         parts = halves(len(value), seed=seed)
         for test, fit in (parts, parts[::-1]):
-            mean = self._values(0, fit)[1]
+            mean = self.values_at(0, fit)[1]
             left[test] = ((value[test] - value[fit].mean(0)) ** 2).sum(-1)
             about[test] = ((value[test] - mean) ** 2).sum(-1)
         if not (about.sum(0) > 0).all():
@@ -152,13 +152,13 @@ class Sinks:
     def described(self) -> dict[str, Evidence]:
         """Weights and norms of the sinks, and the cosine of their values as they are."""
         rows: dict[str, Evidence] = {
-            "mean weight on the first token": Replicates(self._of_sinks("sink_weight"), "prompts"),
+            "mean weight on the first token": Replicates(self.of_sinks("sink_weight"), "prompts"),
             f"share of queries whose weight on the first token is above {self.measured.attrs['threshold']}": Replicates(
-                self._of_sinks("sink_share"), "prompts"
+                self.of_sinks("sink_share"), "prompts"
             ),
-            "cosine of the values as they are": _over_pairs(self._values()[0]),
+            "cosine of the values as they are": _over_pairs(self.values_at()[0]),
         }
-        ratio, missing = self._of_sinks("sink_value_norm_ratio"), self._of_sinks("missing_mass")
+        ratio, missing = self.of_sinks("sink_value_norm_ratio"), self.of_sinks("missing_mass")
         if np.isfinite(ratio).all():
             rows["|V_sink| / |V_ctx|"] = Replicates(ratio, "prompts")
         if abs(missing).max() > LEARNED:
@@ -174,7 +174,7 @@ class Sinks:
             f"weight on the first token is {self.best_weights.mean():.3g}."
         )
 
-    def _values(self, position: int = 0, prompts: np.ndarray | slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def values_at(self, position: int = 0, prompts: np.ndarray | slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """The values (prompt, sink, component) of all prompts, and the mean value (sink, component) of all tokens of
         some prompts.
         """
@@ -185,11 +185,12 @@ class Sinks:
         visible = self.values.visible.transpose("prompt", "layer").values.astype(float)[prompts][:, layers]
         return value, total.sum(0) / visible.sum(0)[:, None]
 
-    def _of_all(self, name: str) -> np.ndarray:
+    def of_every_head(self, name: str) -> np.ndarray:
+        """A statistic of every head, (prompt, layer x head)."""
         values = self.measured[name].transpose("prompt", "layer", "head").values
         return np.asarray(values.reshape(len(values), -1))
 
-    def _of_sinks(self, name: str) -> np.ndarray:
+    def of_sinks(self, name: str) -> np.ndarray:
         """The mean over the sinks, one value per prompt."""
         layers, heads = zip(*self.heads, strict=True)
         values = self.measured[name].transpose("prompt", "layer", "head").values
