@@ -341,3 +341,14 @@ def test_spaced_tokens() -> None:
     assert taken(values, chosen)[1].tolist() == [10, 11, 12, 13, 9]
     with pytest.raises(hs.HelmscopeError, match="prompt 4 has no token that counts besides the first"):
         spaced_tokens(torch.tensor([[1.0, 0.0]]), 2, start=4)
+
+
+def test_a_model_in_half_precision_is_measured() -> None:
+    """Its recorded states are rounded to three digits, which is no other map; the change is that of float32."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    ids = torch.randint(1, 30, (3, 12), generator=torch.Generator().manual_seed(1))
+    single = map_entropy(hs.record(model, ids)).entropy_change
+    half = map_entropy(hs.record(model.to(torch.bfloat16), ids)).entropy_change
+    assert float(abs(half - single).max()) < 0.02 * float(abs(single).max())

@@ -239,7 +239,7 @@ class _HalfStep:
         after = anatomy.depths.steps * (layer + 1)
         states, following = (_without_mean(recording.stream(depth=k).double(), centered) for k in (after - 1, after))
         weights = token_weights(states, None if counted is None else counted.to(states.device))
-        allowed = TOLERANCE.get(force.w_out.dtype, 3e-2)
+        allowed = TOLERANCE[anatomy.model.dtype]
         return cls(layer, states, following, weights, half_step, allowed, centered)
 
     def check(self, z: Tensor, following: Tensor) -> None:

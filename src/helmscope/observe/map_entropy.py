@@ -74,8 +74,8 @@ LABELS = {
     "token": "position of the sampled token",
     "singular": "sampled tokens at which the map is singular",
 }
-# largest angle between T(x) and the recorded next direction, by the dtype of the weights
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+# largest angle between T(x) and the recorded next direction, by the dtype in which the model runs
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,14 +181,16 @@ def _carried(x: Tensor, radius: Tensor, length: Tensor, norm: Norm | None) -> tu
 
 class _MapEntropy(Instrument):
     """Instrument: the maps of sampled tokens, compared with the next states of ``path``, which it must reproduce;
-    ``norms`` are those that post-norm blocks add to, by layer.
+    ``norms`` are those that post-norm blocks add to, by layer, and ``allowed`` is the largest angle between the two.
     """
 
     name = "map_entropy"
     needs = Needs.FORCE | Needs.MLP
 
-    def __init__(self, path: Trajectory, tokens: int | None, norms: Mapping[int, Norm] | None = None) -> None:
-        self.path, self.tokens, self.norms = path, tokens, norms or {}
+    def __init__(
+        self, path: Trajectory, tokens: int | None, allowed: float, norms: Mapping[int, Norm] | None = None
+    ) -> None:
+        self.path, self.tokens, self.allowed, self.norms = path, tokens, allowed, norms or {}
         self.singular = ""
         self.dim = 0
 
@@ -207,7 +209,7 @@ class _MapEntropy(Instrument):
         step = 1.0 if context.step is None else context.step
         # h f(x) with radius r moves the direction as f(x) with radius r / h
         found = sphere_map(tensors.force, x, radius / step, length=length, norm=norm, centered=context.centered)
-        self._compare(context, found, chosen, counts, tensors.force.w_out.dtype)
+        self._compare(context, found, chosen, counts)
         self._keep(context, found, chosen, counts, taken(weights, chosen) * counts)
         self.dim = x.shape[-1] - 1 - context.centered
 
@@ -224,9 +226,7 @@ class _MapEntropy(Instrument):
         self.keep(context, means | {"singular": singular.sum(-1).double()})
         self.keep(context, tokens, axes=("sample",))
 
-    def _compare(
-        self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor, dtype: torch.dtype
-    ) -> None:
+    def _compare(self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor) -> None:
         """Raises HelmscopeError where T(x) is not the next direction; the last state has none."""
         after = context.layer + 1
         if self.plan.axis == "layer":  # of a model, whose states are counted in half-layers
@@ -235,7 +235,7 @@ class _MapEntropy(Instrument):
             return
         following = taken(self.path.states[after][context.rows].to(found.image.device), chosen).double()
         error = torch.where(counts, angle(found.image, following), 0.0)
-        if not bool((error <= TOLERANCE.get(dtype, 3e-2)).all()):
+        if not bool((error <= self.allowed).all()):
             row, k = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), error.shape[-1])
             form = "N(z + f(x))" if self.norms else "N(r x + f(x))"
             raise HelmscopeError(
@@ -297,7 +297,8 @@ def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: Progre
     if reason is not None:
         raise HelmscopeError(reason)
     path = system.on_sphere if isinstance(system, Recording) else system.trajectory
-    instrument = _MapEntropy(path, tokens, _norms_of(system))
+    dtype = system.anatomy.model.dtype if isinstance(system, Recording) else path.states.dtype
+    instrument = _MapEntropy(path, tokens, TOLERANCE[dtype], _norms_of(system))
     return system.replay(instrument, progress=progress)[instrument.name]
 
 
@@ -308,7 +309,7 @@ def map_refusal(system: System) -> str | None:
     >>> map_refusal(record("A", ["Once upon a time"])) is None
     True
     """
-    refused = system.refusal(_MapEntropy(system.trajectory, TOKENS))
+    refused = system.refusal(_MapEntropy(system.trajectory, TOKENS, 0.0))
     if refused is not None:
         return refused
     if isinstance(system, Recording):
