@@ -44,7 +44,7 @@ def test_a_panel_holds_the_probabilities_and_the_lines():
     assert edges[0, :, 0].tolist() == [-1.0, 1.0, 2.5, 4.0, 6.0]
     assert edges[:, 0, 1].tolist() == [-0.25, 1.25, 3.0, 5.0]
     lines = {line.get_label(): line for line in panel.lines}
-    assert set(lines) == {"P = 1/2", "t*(beta), closed form"}
+    assert set(lines) == {"P = 1/2", "t*(beta), closed form for orthogonal tokens"}
     half = lines["P = 1/2"]
     assert np.array_equal(half.get_xdata(), half_time(ONE).half_time.values, equal_nan=True)
     assert np.array_equal(half.get_ydata(), CASE["betas"])
@@ -59,7 +59,7 @@ def test_the_closed_form_is_evaluated_between_the_betas(field):
     """A curve through three betas would be two chords."""
     data = phase_diagram(field, start=hs.Uniform(6, 3), **CASE)
     (panel,) = meshes(data.plot())
-    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
+    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form for orthogonal tokens"]
     assert set(CASE["betas"]) < set(curve.get_ydata())
     assert len(curve.get_ydata()) > 200
     exact = [hs.hitting_time(field(beta), n=6, delta=0.05) for beta in curve.get_ydata()[::50]]
@@ -72,7 +72,7 @@ def test_an_unknown_closed_form_is_marked_at_the_betas_only():
     data = phase_diagram(lambda beta: hs.SA(2 * beta), start=hs.Uniform(6, 3), **CASE)
     assert closed_form_curve(data) is None
     (panel,) = meshes(data.plot())
-    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
+    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form for orthogonal tokens"]
     assert np.array_equal(curve.get_xdata(), data.hitting_time.values)
     assert (curve.get_marker(), curve.get_linestyle()) == ("o", "None")
 

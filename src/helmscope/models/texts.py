@@ -139,7 +139,10 @@ def prepare(
         raise HelmscopeError(f"{name} is empty, but it must hold at least one text")
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
-            raise HelmscopeError(f"{name}[{i}] is {text!r:.60}, but every text must be a string that is not empty")
+            raise HelmscopeError(
+                f"{name}[{i}] is {text!r:.60}, but every text must be a string that is not empty; token ids are passed "
+                "as a tensor (batch, n)"
+            )
         if not _is_unicode(text):
             raise HelmscopeError(f"{name}[{i}] is {text!r:.60}, but it must be Unicode without single surrogates")
     if tokenizer is None:

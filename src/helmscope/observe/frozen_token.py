@@ -95,8 +95,8 @@ def orthonormal(v: Float[Tensor, "count batch d"]) -> Float[Tensor, "count batch
 
 def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     """The derivatives of one token of every replicate of a system; raises HelmscopeError for a system that is neither a
-    Recording nor a Simulation, for a simulation with noise, merging tokens or states off the sphere, and for a mixture
-    of experts whose kernel has no forward derivative and cannot be replaced.
+    Recording nor a Simulation, for a simulation with noise, merging tokens or states off the sphere, for a mixture of
+    experts whose kernel has no forward derivative and cannot be replaced, and for a model in half precision on a GPU.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -105,7 +105,13 @@ def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     torch.Size([2, 1, 3])
     """
     if isinstance(system, Recording):
-        with _differentiable(system.anatomy.model):
+        model = system.anatomy.model
+        if model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16):
+            raise HelmscopeError(
+                f"system is a model that runs in {str(model.dtype).removeprefix('torch.')} on a GPU, where norms have "
+                "no forward derivatives: record it with hs.load(..., dtype=torch.float32)"
+            )
+        with _differentiable(model):
             return _ModelToken(system, tokens)
     if isinstance(system, Simulation):
         return _SimulatedToken(system, tokens)

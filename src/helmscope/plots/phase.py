@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ACROSS = 3  # most panels in a row
 WIDTH, HEIGHT, HEAD = 3.4, 2.7, 0.75  # inches
 OURS, PUBLISHED = "probability", "probability_published"
-CURVE = "t*(beta), closed form"
+CURVE = "t*(beta), closed form for orthogonal tokens"
 HALF = "P = 1/2"
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
