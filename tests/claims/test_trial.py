@@ -102,7 +102,7 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
     [
         ("kuramto", "unknown claim 'kuramto': did you mean 'kuramoto'?"),
         ("zzzz", "for a claim of your own pass its folder: folder=, or --from"),
-        ("breathing", "breathing.toml has no experiment: no function is decorated with"),
+        ("bridge-is-minimal", "bridge-is-minimal.toml has no experiment: no function is decorated with"),
     ],
 )
 def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:

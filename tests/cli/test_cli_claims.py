@@ -202,7 +202,7 @@ def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monke
     ("words", "sentence"),
     [
         (["kuramto"], "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        (["breathing"], "breathing.toml has no experiment: no function is decorated with"),
+        (["bridge-is-minimal"], "bridge-is-minimal.toml has no experiment: no function is decorated with"),
         (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
         (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),

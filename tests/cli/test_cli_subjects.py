@@ -234,4 +234,4 @@ def test_a_simulated_claim_is_rejected_for_a_model(helmscope, tmp_path):
 
 def test_show_lists_the_subjects_of_a_claim(helmscope):
     assert "can be tried on:\n    a simulation (by default simulation)\n" in helmscope("claims", "show", "rate")[1]
-    assert "can be tried on" not in helmscope("claims", "show", "breathing")[1]
+    assert "can be tried on" not in helmscope("claims", "show", "bridge-is-minimal")[1]

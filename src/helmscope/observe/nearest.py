@@ -105,6 +105,7 @@ class _Search:
         step = max(1, NUMBERS[self.rows.device.type] // len(self.columns))
         return [slice(start, start + step) for start in range(0, len(self.rows), step)]
 
+    @full_precision
     def candidates(self, block: slice, count: int) -> tuple[Int[Tensor, "rows count"], Float[Tensor, " rows"]]:
         """The indices of the ``count`` smallest values of each row, and a lower bound of the squared distances to all
         other points, infinite if there are none."""

@@ -69,7 +69,7 @@ def token_dimension(
     tokens = [_different_tokens(path, i, least) for i in range(path.states.shape[1])]
     points = min(map(len, tokens))
     most, depths = max([1, *scales]), len(path.states)
-    found = torch.empty(1 + len(scales), depths, len(tokens), dtype=torch.float64)
+    found = torch.empty(1 + len(scales), depths, len(tokens), dtype=torch.float64, device="cpu")
     for i, chosen in enumerate(tokens):
         for k in range(depths):
             distances = Nearest.of(path.states[k, i, chosen[:points]].double(), 2 * most).distances.cpu().numpy()
@@ -110,9 +110,10 @@ def position_dimension(
             f"source has {prompts} {path.replicate}s, but the dimension of the tokens at one position needs at least "
             f"{LEAST_POINTS + 1} that differ there at every {path.axis}"
         )
-    values = torch.empty(depths, prompts, dtype=torch.float64)
+    values = torch.empty(depths, prompts, dtype=torch.float64, device="cpu")
     for depth in range(depths):
-        total, count = torch.zeros(1 + prompts, dtype=torch.float64), torch.zeros(1 + prompts, dtype=torch.float64)
+        total = torch.zeros(1 + prompts, dtype=torch.float64, device="cpu")
+        count = torch.zeros_like(total)
         for k, members in chosen.items():
             sums = _sums_without_one(path.states[depth, members, k].double()).cpu()
             total += sums[0]

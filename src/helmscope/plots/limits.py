@@ -62,7 +62,7 @@ def cut_outlying(panel: Axes, curves: Sequence[DrawnCurve], *, leading: DrawnCur
     >>> _, (panel,) = new_figure(1, 1)
     >>> values = np.array([-86.0, *np.linspace(0.7, 0.8, 11)])
     >>> cut_outlying(panel, [DrawnCurve(np.arange(12.0), values, "black")])
-    >>> [text.get_text() for text in panel.texts], panel.get_ylim()[0] > 0.6
+    >>> [text.get_text() for text in panel.texts], bool(panel.get_ylim()[0] > 0.6)
     (['-86'], True)
     """
     limits = _limits(curves, leading)

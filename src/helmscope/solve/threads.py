@@ -30,6 +30,7 @@ def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[N
     other hundreds of times longer than they compute. Only the size decides, never a timing, so that runs are
     repeatable; and with one thread the rounding does not depend on the caller's number of threads.
 
+    >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> with fitting_threads(SA(beta=1.0), torch.eye(3)):
     ...     torch.get_num_threads()
@@ -44,6 +45,7 @@ def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:
     """The number of entries of the largest matrix in one evaluation of a field at x: pairs of tokens (or of tokens with
     those of a second cloud) for every head, or hidden units for every token. Unknown fields are assumed to use pairs.
 
+    >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> largest_matrix(SA(beta=1.0), torch.ones(16, 32, 3)), largest_matrix(MultiHead([SA(1.0)] * 4), torch.ones(32, 3))
     (16384, 4096)
