@@ -24,9 +24,9 @@ from helmscope.intervene.arm_edits import FreezeNorm, NegateValues
 from helmscope.intervene.attention import ReplaceWeights
 from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, pluralized, type_with_article
+from helmscope.types import HelmscopeError, pluralized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,8 +108,7 @@ class Arm:
         >>> len(Arm(mlp=False).edits(record("A", ["Once upon a time"])))
         1
         """
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        check_recording(recording)
         edits: list[AbstractEdit] = []
         if self.attention is AttentionMode.OFF:
             edits.append(Ablate(site=Site.ATTENTION))

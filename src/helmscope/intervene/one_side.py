@@ -20,7 +20,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
 from helmscope.intervene.query_key import at_least_single, collision_gap
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError, check_real, short_repr, type_with_article
 
@@ -130,8 +130,7 @@ class Normalize(OneSidedEdit):
         >>> float(Normalize.of(record("A", ["Once upon a time"])).centers.abs().max())
         0.0
         """
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        check_recording(recording)
         SiteEdit.check(cls(layers, site), recording.anatomy)
         observer = _Moments(site)
         recording.runner.forward(observer)
@@ -244,8 +243,7 @@ def matched_sides(recording: Recording, queries: Queries, keys: Keys) -> tuple[Q
     >>> queries.strength.shape, bool((torch.maximum(queries.strength, keys.strength).max() == 1))
     (torch.Size([12, 2, 6]), True)
     """
-    if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+    check_recording(recording)
     for name, edit, site in (("queries", queries, Site.QUERY), ("keys", keys, Site.KEY)):
         if not isinstance(edit, OneSidedEdit) or edit.site is not site:
             raise HelmscopeError(f"{name} is {short_repr(edit)}, but it must be a Normalize or a Blur at {site}")

@@ -23,7 +23,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError, check_real, check_seed, type_with_article
 
@@ -185,8 +185,7 @@ class MatchedQueryNoise(SiteEdit):
         >>> torch.allclose(2 * one, two)
         True
         """
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        check_recording(recording)
         if (sigma is None) == (relative is None):
             raise HelmscopeError(
                 f"sigma is {sigma!r} and relative is {relative!r}, but exactly one of them must be given"

@@ -13,9 +13,9 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import whole_numbers
 from helmscope.models.input_matrices import PROJECTED, InputMatrix, input_matrices
 from helmscope.models.mlp_reading import affine_of, as_stored
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, check_real, check_seed, short_repr, type_with_article
+from helmscope.types import HelmscopeError, check_real, check_seed, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,7 @@ class WeightNoise:
         >>> len(WeightNoise.of(record("A", ["Once upon a time"])).matrices)
         12
         """
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        check_recording(recording)
         return cls(recording.anatomy.model, input_matrices(recording))
 
     @full_precision

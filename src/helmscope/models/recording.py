@@ -422,3 +422,16 @@ class Recording(Plottable):
         ('A', [], ['model.safetensors', 'texts'])
         """
         return recording_manifest(self, seed=seed)
+
+
+def check_recording(recording: object) -> Recording:
+    """Returns the Recording; raises HelmscopeError for anything else.
+
+    >>> check_recording("A")
+    Traceback (most recent call last):
+      ...
+    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording
+    """
+    if not isinstance(recording, Recording):
+        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+    return recording

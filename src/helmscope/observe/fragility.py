@@ -30,7 +30,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Replace
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.loss import layer_numbers
@@ -44,7 +44,6 @@ from helmscope.types import (
     check_replicates,
     check_seed,
     short_repr,
-    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -162,11 +161,6 @@ def layer_fragility(
     }
     measured = {name: damage[name].values for name in IN_NATS} | changes.values
     return _over_draws(measured, list(lists), axes, damage)
-
-
-def check_recording(recording: object) -> None:
-    if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
 
 
 def chosen(name: str, values: object, kind: type[Enum]) -> tuple[Any, ...]:

@@ -26,12 +26,12 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.attention import AblateHead
 from helmscope.intervene.edit import Edit
 from helmscope.models.output_matrix import output_matrices, output_refusal
+from helmscope.models.recording import check_recording
 from helmscope.models.watch import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.fragility import (
     RELATIVE_NORM,
     AblationForm,
-    check_recording,
     chosen,
     noise_seed,
     relative_noise,

@@ -39,7 +39,7 @@ from helmscope.fields.norms import LayerNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.input_matrices import input_matrices
 from helmscope.models.output_matrix import output_matrices, output_refusal
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Observer, Site
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -49,7 +49,6 @@ from helmscope.types import (
     check_replicates,
     check_seed,
     identity_coordinates,
-    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -97,8 +96,7 @@ def head_forms(recording: Recording) -> list[HeadForms]:
     >>> bool(forms.queries.sum(-1).abs().max() < 1e-6)  # LayerNorm: the mean of a state is not read
     True
     """
-    if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+    check_recording(recording)
     anatomy, found = recording.anatomy, []
     for number, layer in enumerate(anatomy.layers):
         why = output_refusal(layer)

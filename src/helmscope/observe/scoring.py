@@ -14,10 +14,10 @@ import torch
 from helmscope.models.place import PutInput
 from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
 from helmscope.observe.track import warn_of_short_texts
-from helmscope.types import HelmscopeError, identity_coordinates, type_with_article
+from helmscope.types import HelmscopeError, identity_coordinates
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -39,8 +39,7 @@ class Scoring:
     """
 
     def __init__(self, recording: Recording) -> None:
-        if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        check_recording(recording)
         self.runner, batch = recording.runner, recording.batch
         self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
         self.weights = _weights(recording, self.tokens, self.shift)

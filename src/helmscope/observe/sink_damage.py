@@ -21,9 +21,9 @@ import torch
 import xarray as xr
 
 from helmscope.intervene.edit import Edit
+from helmscope.models.recording import check_recording
 from helmscope.models.watch import Site
 from helmscope.observe.damage import damage_under_edits
-from helmscope.observe.fragility import check_recording
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.sinks import SINK_THRESHOLD, AttentionSinks, TokenValues
 from helmscope.runs.bar import shows_progress

@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 from helmscope.intervene.token_bands import PerturbBand, check_band, check_has_frequency
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.observe.damage import damage_under_edits
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -36,7 +36,6 @@ from helmscope.types import (
     check_replicates,
     check_seed,
     short_repr,
-    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def token_frequency(
     >>> measured.kl.dims, measured.band.values.tolist(), bool((measured.kl > 0).all())
     (('band', 'layer', 'prompt'), ['low', 'high'], True)
     """
-    if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+    check_recording(recording)
     wanted = _checked_bands(bands)
     relative, seed = check_real("relative", relative, at_least=0), check_seed(seed)
     count = check_integer("draws", draws, at_least=1)

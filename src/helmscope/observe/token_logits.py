@@ -16,7 +16,7 @@ from helmscope.models.certify import bound, relative
 from helmscope.models.head import few_logits, has_linear_head
 from helmscope.models.place import PutState
 from helmscope.models.probe import vocabulary_size
-from helmscope.models.recording import Recording
+from helmscope.models.recording import Recording, check_recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.scoring import LOGITS_PER_FORWARD
 from helmscope.runs.bar import shows_progress
@@ -29,7 +29,6 @@ from helmscope.types import (
     pluralized,
     short_repr,
     sub_progress,
-    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ def token_logits(
     >>> token_logits(recording, [3], depth=range(5), position=[0, -1]).logit.dims
     ('depth', 'prompt', 'position', 'token')
     """
-    if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+    check_recording(recording)
     recording.certificate.require("lens")
     recording.certificate.require("lens over depth")
     report, positions = check_progress(progress), _Positions.of(recording, position)
