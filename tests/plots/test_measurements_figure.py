@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import helmscope as hs
 from helmscope.plots.measurements import measurements_figure
+from support.model_families import tiny_model
 
 
 def test_all_measurements_of_a_model_on_one_page():
-    measured = hs.measure(hs.record("A", ["Once upon a time", "The cat sat on", "A dog ran to"]))
+    ids = torch.randint(20, (3, 6), generator=torch.Generator().manual_seed(0))
+    measured = hs.measure(hs.record(tiny_model("gpt2"), ids))
     figure = hs.plot(measured, title="A")
     titles = [panel.get_title(loc="left").replace("\n", " ") for panel in figure.axes]
     assert "depth steps: median angle moved in a step (radians)" in titles
