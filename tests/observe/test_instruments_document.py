@@ -56,6 +56,12 @@ def test_the_blocks_about_gradient_flows_run() -> None:
     assert 0.1 < float(names["share"].mean()) < 0.6
 
 
+def test_the_blocks_on_dimension_run() -> None:
+    names = run_blocks("instruments_dimension.md")
+    assert names["tokens"].two_nn.shape == names["positions"].position_two_nn.shape == (25, 12)
+    assert 1 < float(names["tokens"].two_nn[0].mean()) < 3  # of embeddings and positions
+
+
 def test_every_measurement_has_a_place_in_the_table() -> None:
     for name in measurement_names():
         assert f"`{name}`" in TEXT
