@@ -84,7 +84,7 @@ def test_the_bound_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     points = torch.cat([cloud(60, 6), 3 + 1e-9 * cloud(60, 6, seed=1)])
     right = nearest._Search.candidates
 
-    def without_bound(self: nearest._Search, block: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def without_bound(self: nearest._Search, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         indices, bound = right(self, block, count)
         return indices, torch.full_like(bound, torch.inf)
 
@@ -123,3 +123,20 @@ def test_distinct_points_equal_loops(n: int, kinds: int, seed: int) -> None:
 def test_bad_input(points: torch.Tensor, k: int, message: str) -> None:
     with pytest.raises(HelmscopeError, match=message):
         Nearest.of(points, k)
+
+
+def test_points_that_a_search_in_float32_leaves_unsure_are_searched_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many points in few dimensions are closer than its rounding errors; none needs a comparison with all points."""
+    points = cloud(2_000, 2) / 8 + torch.tensor([3.0, 4.0]).double()
+    points[0] *= 3_000  # moves the mean away from the others
+    searched: list[torch.dtype] = []
+    right = nearest._Search.candidates
+
+    def counting(self: nearest._Search, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        searched.append(self.rows.dtype)
+        return right(self, block, count)
+
+    monkeypatch.setattr(nearest._Search, "candidates", counting)
+    expected = cKDTree(points.numpy()).query(points.numpy(), k=3)[0][:, 1:]
+    np.testing.assert_allclose(Nearest.of(points, 2).distances.numpy(), expected, rtol=1e-12)
+    assert set(searched) == {torch.float32, torch.float64}

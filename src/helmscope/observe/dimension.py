@@ -29,8 +29,8 @@ import xarray as xr
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 
-from helmscope.observe.nearest import Nearest, distinct_points
-from helmscope.observe.neighbor_entropy import COPY, equal_weights
+from helmscope.observe.nearest import Nearest
+from helmscope.observe.neighbor_entropy import distinct, equal_weights
 from helmscope.observe.track import token_weights
 from helmscope.stats.intervals import jackknife_interval
 from helmscope.types import HelmscopeError, Interval, check_integer, check_real, check_seed, short_repr
@@ -201,9 +201,7 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
     if points.ndim != 2:
         raise HelmscopeError(f"points have shape {tuple(points.shape)}, but they must be one cloud, (n, d)")
     cloud = points[equal_weights(token_weights(points, weights))].double()
-    if len(cloud) > 1:
-        size = float((cloud - cloud.mean(0)).square().sum(-1).mean().sqrt())
-        cloud = cloud[distinct_points(cloud, COPY * size)]
+    cloud = cloud[distinct(cloud)]
     if len(cloud) < LEAST_POINTS:
         raise HelmscopeError(
             f"points have {len(cloud)} distinct ones that count, but a dimension needs at least {LEAST_POINTS}"

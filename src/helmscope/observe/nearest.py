@@ -3,8 +3,8 @@
 The search compares |y|^2 - 2 <x, y> for a block of points x and all points y, by one product of matrices in float32.
 The k + SPARE best candidates of each point get their distances again, from differences in float64, so that small ones
 keep their digits. The other points are at least as far as the next value of the search, less its rounding error; a
-point whose k-th distance exceeds that bound is compared with all points by differences. So the result does not depend
-on the search.
+point whose k-th distance exceeds that bound is searched again in float64, and if it still does, compared with all
+points by differences. So the result does not depend on the search.
 
 The smallest values of a row are found by groups of columns: the k smallest lie in the k groups with the smallest
 minima, so that a single pass over the block suffices.
@@ -59,13 +59,21 @@ class Nearest:
             )
         if not bool(points.isfinite().all()):
             raise HelmscopeError("points hold a number that is not finite, but all must be finite")
-        search = _Search.of(points)
-        found = [search.candidates(rows, min(k + SPARE, len(points) - 1)) for rows in search.blocks]
-        indices, bound = (torch.cat(parts) for parts in zip(*found, strict=True))
-        distances = _distances(points, indices)
-        order = distances.argsort(stable=True)[:, :k]
-        distances, indices = distances.gather(-1, order), indices.gather(-1, order)
-        for i in (distances[:, -1].square() > bound).nonzero()[:, 0].tolist():
+        unsure = torch.arange(len(points), device=points.device)
+        distances = torch.empty(len(points), k, dtype=torch.float64, device=points.device)
+        indices = torch.empty(len(points), k, dtype=torch.long, device=points.device)
+        for dtype in _dtypes():
+            search, left = _Search.of(points, dtype), []
+            for rows in torch.split(unsure, search.rows_at_once):
+                candidates, bound = search.candidates(rows, min(k + SPARE, len(points) - 1))
+                found = _distances(points[rows], candidates, points)
+                order = found.argsort(stable=True)[:, :k]
+                distances[rows], indices[rows] = found.gather(-1, order), candidates.gather(-1, order)
+                left.append(rows[distances[rows, -1].square() > bound])
+            unsure = torch.cat(left)
+            if not len(unsure):
+                break
+        for i in unsure.tolist():
             others = torch.arange(len(points), device=points.device)
             others = others[others != i]
             all_distances = _distances(points[i : i + 1], others[None], points)[0]
@@ -86,9 +94,7 @@ class _Search:
     error: float
 
     @classmethod
-    def of(cls, points: Float[Tensor, "n d"]) -> _Search:
-        # other settings let products of float32 matrices round to fewer digits
-        dtype = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+    def of(cls, points: Float[Tensor, "n d"], dtype: torch.dtype) -> _Search:
         moved = points.double() - points.double().mean(0)
         scale = torch.linalg.vector_norm(moved, dim=-1).max()
         x = (moved / torch.where(scale > 0, scale, 1.0)).to(dtype)
@@ -101,17 +107,17 @@ class _Search:
         return cls(rows, torch.cat([columns, empty]), squares, scale, error)
 
     @property
-    def blocks(self) -> list[slice]:
-        step = max(1, NUMBERS[self.rows.device.type] // len(self.columns))
-        return [slice(start, start + step) for start in range(0, len(self.rows), step)]
+    def rows_at_once(self) -> int:
+        return max(1, NUMBERS[self.rows.device.type] // len(self.columns))
 
     @full_precision
-    def candidates(self, block: slice, count: int) -> tuple[Int[Tensor, "rows count"], Float[Tensor, " rows"]]:
-        """The indices of the ``count`` smallest values of each row, and a lower bound of the squared distances to all
+    def candidates(
+        self, block: Int[Tensor, " rows"], count: int
+    ) -> tuple[Int[Tensor, "rows count"], Float[Tensor, " rows"]]:
+        """The indices of the ``count`` smallest values of some rows, and a lower bound of the squared distances to all
         other points, infinite if there are none."""
         values = self.rows[block] @ self.columns.mT
-        place = torch.arange(len(values), device=values.device)
-        values[place, place + block.start] = torch.inf
+        values[torch.arange(len(values), device=values.device), block] = torch.inf
         groups = values.shape[1] // min(GROUP, len(self.rows))
         minima = values.view(len(values), -1, groups).amin(1)
         best = minima.topk(min(count + 1, groups), largest=False).indices
@@ -142,11 +148,18 @@ def distinct_points(points: Float[Tensor, "n d"], tolerance: float = 0.0) -> Boo
     return kept
 
 
+def _dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes of the searches, the next one for the points that the one before leaves unsure. Other settings than
+    "highest" let products of float32 matrices round to fewer digits.
+    """
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return (torch.float32, torch.float64) if exact else (torch.float64,)
+
+
 def _distances(
-    points: Float[Tensor, "n d"], indices: Int[Tensor, "n m"], others: Float[Tensor, "p d"] | None = None
+    points: Float[Tensor, "n d"], indices: Int[Tensor, "n m"], others: Float[Tensor, "p d"]
 ) -> Float[Tensor, "n m"]:
-    """The distances from points to others with the given indices, by default among themselves, from differences."""
-    others = points if others is None else others
+    """The distances from points to others with the given indices, from differences."""
     distances = torch.empty(indices.shape, dtype=torch.float64, device=points.device)
     step = max(1, NUMBERS[points.device.type] // (indices.shape[1] * points.shape[1]))
     for start in range(0, len(points), step):

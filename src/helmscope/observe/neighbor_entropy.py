@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.nearest import distinct_points
 from helmscope.observe.track import token_weights
 from helmscope.stats.replicates import pseudo_values
 from helmscope.types import HelmscopeError, check_integer
@@ -116,14 +117,8 @@ def distinct(points: Float[Tensor, "n p"]) -> Bool[Tensor, " n"]:
     >>> distinct(torch.tensor([[0.0], [1.0], [0.0]]))
     tensor([ True,  True, False])
     """
-    size = COPY * float((points - points.mean(0)).square().sum(-1).mean().sqrt())
-    kept = torch.ones(len(points), dtype=torch.bool, device=points.device)
-    place = torch.arange(len(points), device=points.device)
-    for i in range(0, len(points), BLOCK):
-        rows = slice(i, i + BLOCK)
-        close = _distances(points[rows], points[: i + BLOCK]) <= size
-        kept[rows] = ~(close & (place[: close.shape[1]] < place[rows].unsqueeze(-1))).any(-1)
-    return kept
+    spread = (points - points.mean(0)).square().sum(-1)
+    return distinct_points(points, COPY * float((spread.sum() / max(1, len(points))).sqrt()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ import xarray as xr
 
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
 from helmscope.observe.dimension import LEAST_POINTS, gride_of_ratios, two_nn_of_ratios
-from helmscope.observe.nearest import Nearest, distinct_points
-from helmscope.observe.neighbor_entropy import COPY
+from helmscope.observe.nearest import Nearest
+from helmscope.observe.neighbor_entropy import distinct
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -26,7 +26,7 @@ from helmscope.stats.replicates import pseudo_values
 from helmscope.types import HelmscopeError, Trajectory, check_integer, check_progress
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.types import System
@@ -159,14 +159,8 @@ def _different(path: Trajectory, place: tuple[int | slice, int | slice]) -> Tens
     counted = torch.stack([token_weights_at(path, k)[place] > 0 for k in range(len(path.states))]).all(0)
     members = counted.nonzero()[:, 0]
     for states in path.states:
-        cloud = states[place][members].double()
-        members = members[_not_copies(cloud)]
+        members = members[distinct(states[place][members].double())]
     return members
-
-
-def _not_copies(cloud: Float[Tensor, "n d"]) -> Bool[Tensor, " n"]:
-    size = float((cloud - cloud.mean(0)).square().sum(-1).mean().sqrt()) if len(cloud) else 0.0
-    return distinct_points(cloud, COPY * size)
 
 
 def _described(measured: xr.Dataset, source: object, points: float, first_token: bool) -> xr.Dataset:
