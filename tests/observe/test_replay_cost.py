@@ -33,7 +33,9 @@ def normal(*shape, dtype=F64):
 
 @pytest.mark.parametrize("act", SMOOTH, ids=repr)
 def test_single_precision_against_the_exact_functions(act):
-    """To 1e-6 of the value; psi of GELU, a closed form that cancels at 0, to 3e-7 of the value and 6e-8 |z|."""
+    """To 1e-6 of the value; psi of GELU, a closed form that cancels at 0 and below, to 3e-7 of the value, 6e-8 |z| and
+    what one unit in the last place of erf, which differs between processors, moves it by: 3e-8 z^2 / 2.
+    """
     size = torch.logspace(-3, 1.7, 4001, dtype=F64).float()
     z = torch.cat([-size, size])
     slope, value, psi, double_psi = act.chain(z, double=True)
@@ -45,7 +47,8 @@ def test_single_precision_against_the_exact_functions(act):
         assert ((found.double() - right).abs() / (1 + right.abs())).max() < 1e-6
     short = act.chain(z)
     gelu = act == GELU()
-    bound = (3e-7 if gelu else 1e-6) * exact[2].abs() + (6e-8 * z.double().abs() if gelu else 0)
+    far = z.double().abs()
+    bound = (3e-7 if gelu else 1e-6) * exact[2].abs() + (6e-8 * far + 1.5e-8 * far**2 if gelu else 0)
     assert ((short[2].double() - exact[2]).abs() <= bound).all()
     for found, right in zip(short[:2], exact[:2], strict=True):
         assert ((found.double() - right).abs() / (1 + right.abs())).max() < 1e-6
