@@ -61,7 +61,7 @@ def one_row(results: Results, kernel: Summation, dtype: torch.dtype, beta: float
             for d in DIMS:
                 x = tokens(n, d, results.device, dtype, clustered=clustered)
                 request = Request(beta * x, x, x, causal=causal, beta=beta)
-                if refused := kernel.refusal(request):
+                if refused := kernel.unsupported_reason(request):
                     reason = refused
                     continue
                 served += 1

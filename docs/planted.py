@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from helmscope.claims.reading import entry
-from helmscope.claims.trial import code_hash, try_claim
+from helmscope.claims.trial import code_hash, run_trial
 from helmscope.models.subject import Subject
 from helmscope.store.manifest import hash_file
 from helmscope.types import Ruling
@@ -48,7 +48,7 @@ gathers nothing, mlp-prevents has no premise, also if MLPs scatter tokens that b
 def rulings(kind: str, seed: int) -> list[str]:
     """The rulings of all claims on one planted model."""
     with Subject(planted_model(kind, seed), planted_rows(seed)) as subject:
-        trials = [try_claim(claim, seed=seed, quick=True, subject=subject) for claim in CLAIMS]
+        trials = [run_trial(claim, seed=seed, quick=True, subject=subject) for claim in CLAIMS]
     return [trial.verdict.ruling.value for trial in trials]
 
 

@@ -23,7 +23,7 @@ import torch
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import PlannedTrial, plan_trials
-from helmscope.claims.trial import code_hash, try_claim
+from helmscope.claims.trial import code_hash, run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 
@@ -104,7 +104,7 @@ def redrawn(subject: Subject, seed: int) -> Subject:
 def ruling(planned: PlannedTrial, subject: Subject, seed: int) -> str:
     """The ruling of a quick trial."""
     other = None if planned.other is None else redrawn(planned.other, seed)
-    trial = try_claim(planned.claim, seed=seed, quick=True, subject=subject, other=other)
+    trial = run_trial(planned.claim, seed=seed, quick=True, subject=subject, other=other)
     return trial.verdict.ruling.value
 
 

@@ -37,7 +37,7 @@ from helmscope.types import Region, interval_text
 
 HEADER = """# The trials and their power
 
-One full run with seed 0; models are tried on the development texts (those of `claims test`), not on the held-back ones
+One full run with seed 0; models are tried on the development texts (those of `claims test`), not on the held-out ones
 of `helmscope report`. *Detects* is the effect that the trial decides with a power of 90 %, in units of its statistic
 (from the spread of its replicates, `hs.stats.minimum_detectable_effect`); for an identity, the share of inputs that may
 violate it and go undetected in 10 % of runs; for a success rate over starts, the true rate that is supported in 90 % of

@@ -63,7 +63,7 @@ def test_harmonic(d, device, dtype):
 def test_flash(device):
     for seed in range(40 if device == "cuda" else 3):
         request = moved(random_request(seed, plain=True), device, torch.float32)
-        assert hs.kernels.Flash().refusal(request) is None
+        assert hs.kernels.Flash().unsupported_reason(request) is None
         # |l| 2^-22 for logits l, beside what float32 costs where every pair is stored
         logit = float(request.query.norm(dim=-1).max())
         rounding = error(hs.kernels.Dense().sum(request), request)

@@ -15,7 +15,7 @@ import torch, xarray as xr, helmscope as hs
 sim = hs.integrate(hs.SA(beta=4.0), hs.Uniform(n=12, dim=3).sample(3, seed=0), times=[0, 4])
 recording = hs.record("A", ["Once upon a time there was a cat.", "One day a dog ran <script>alert(1)</script>"])
 diagram = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
-trial = hs.try_claim("kuramoto", quick=True)
+trial = hs.run_trial("kuramoto", quick=True)
 job = hs.jobs.run(hs.jobs.TrialsSpec(claims=["kuramoto"], quick=True), folder=FOLDER)
 density = hs.meanfield.Density.von_mises_fisher(hs.meanfield.CircleGrid(degree=16), kappa=1.0)
 path = hs.meanfield.evolve(None, density, times=[0, 1], noise=hs.noise.IsotropicNoise(0.1))

@@ -17,7 +17,7 @@ from support.model_families import inputs_of, tiny_model
 MODEL, IDS = tiny_model("gpt2"), inputs_of("gpt2")
 RECORDING = hs.record(MODEL, IDS, batch_size=1)
 RUN = hs.integrate(hs.SA(2.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0.5, 1.0])
-TRIALS = [hs.try_claim(claim, quick=True) for claim in ("kuramoto", "radial")]
+TRIALS = [hs.run_trial(claim, quick=True) for claim in ("kuramoto", "radial")]
 PHASE = {"betas": [1, 4], "times": [0, 1], "start": hs.Uniform(n=4, dim=3), "samples": 4}
 CIRCLE = hs.Uniform(n=16, dim=2).sample(seed=0)
 CAPS = {name: hs.meanfield.Cap(torch.tensor([sign, 0.0]), height=0.9) for name, sign in (("a", -1.0), ("b", 1.0))}
@@ -52,7 +52,7 @@ LONG = {
         hs.SA(2.0), torch.eye(3), times=[1.0, 2.0, 3.0], stepper=hs.RK4(h=1.0), progress=progress
     ),
     "phase_diagram": lambda progress: hs.phase_diagram(hs.SA, **PHASE, progress=progress),
-    "try_claim": lambda progress: hs.try_claim("kuramoto", quick=True, progress=progress),
+    "run_trial": lambda progress: hs.run_trial("kuramoto", quick=True, progress=progress),
     "find_critical_points": lambda progress: hs.geometry.critical_points.find_critical_points(
         double_well, CIRCLE, progress=progress
     ),
@@ -81,7 +81,7 @@ def test_shares_rise_to_one(name):
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert min(shares) > 0.0
-    if name not in ("integrate", "try_claim"):  # at most ten times per second; at the end only
+    if name not in ("integrate", "run_trial"):  # at most ten times per second; at the end only
         assert len(shares) > 1
 
 
@@ -99,7 +99,7 @@ class Terminal(io.StringIO):
 WITHOUT_SHARES = {  # only the time is known, or the share is that of a part which draws the bar
     "load": lambda: hs.load("A"),
     "untrained_twin": lambda: hs.models.untrained_twin(MODEL, seed=0),
-    "diagnose": lambda: hs.models.diagnose(MODEL, texts=2, tokens=8),
+    "diagnose": lambda: hs.models.diagnose(MODEL, texts_count=2, tokens=8),
     "resume of a simulation": lambda: RUN.resume(depth=1, states=RUN.stream(depth=1)),
     "resume of a model": lambda: RECORDING.resume(depth=2, states=RECORDING.trajectory.states[2]),
     "kernel of a model": lambda: RECORDING.kernel(layer=0),

@@ -1,8 +1,17 @@
 """helmscope: a laboratory for the dynamics of transformers.
 
 Simulate tokens as interacting particles on the sphere, measure real transformers with the same instruments, and judge
-claims with tests that can fail. Most users need only the names listed here; everything else is exported by a
-subpackage, such as ``hs.fields``, ``hs.observe`` and ``hs.claims``. Names are imported on first use.
+claims with tests that can fail. Names are imported on first use. Most users need only these:
+
+    simulate   integrate, Uniform, SA, USA, MLP, Block, phase_diagram, equiangular, hitting_time
+    record     load, record, next_token_loss, token_logits, Edit, Site
+    measure    measure, overview, track, two_nn, drift_and_swirl, logit_lens_kl, kernel_statistics
+    judge      Subject, run_trial, Verdict
+    show       plot, summary, reduce_replicates, paired_difference
+
+``activations``, ``kernel``, ``noise``, ``rank`` and ``sphere`` are modules of functions, such as ``hs.sphere.angle``.
+Everything else is exported by a subpackage: ``hs.fields``, ``hs.solve``, ``hs.observe``, ``hs.intervene``,
+``hs.transport``, ``hs.meanfield``, ``hs.claims``, ``hs.jobs``, ``hs.plots``, and the others in ``dir(hs)``.
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ if TYPE_CHECKING:
     from helmscope import theory as theory
     from helmscope import transport as transport
     from helmscope import types as types
-    from helmscope.claims.trial import try_claim as try_claim
+    from helmscope.claims.trial import run_trial as run_trial
     from helmscope.fields import activations as activations
     from helmscope.fields import noise as noise
     from helmscope.fields.attention import SA as SA
@@ -59,7 +68,7 @@ if TYPE_CHECKING:
     from helmscope.observe.dimension import two_nn as two_nn
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy
-    from helmscope.observe.inner_products import close_pair_probability as close_pair_probability
+    from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.kernel import kernel_statistics as kernel_statistics
     from helmscope.observe.lens import logit_lens_kl as logit_lens_kl

@@ -171,7 +171,7 @@ def test_what_is_printed_has_a_place_and_a_fair_judgment(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_changed_entry_has_a_history(name: str) -> None:
     claim = entry(name)
-    changes = [line for line in claim.history if not line.look]  # the others are looks at the held-back texts
+    changes = [line for line in claim.history if not line.look]  # the others are looks at the held-out texts
     assert [line.version for line in changes] == list(range(1, claim.version + 1))
     for line in changes[1:]:
         assert line.change

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from helmscope.claims.entry import parse_entry
-from helmscope.claims.evidence import Replicates, Undecided
+from helmscope.claims.evidence import Inconclusive, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import combine, judge
 from helmscope.claims.prompts import ChosenPrompts, choose_prompts
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import try_claim
-from helmscope.models.bundled_models import held_back_texts, story_texts
+from helmscope.claims.trial import run_trial
+from helmscope.models.bundled_models import held_out_texts, story_texts
 from helmscope.models.subject import Subject
-from helmscope.types import HelmscopeError, JudgedQuantity, Region, Ruling
+from helmscope.types import HelmscopeError, JudgedCondition, Region, Ruling
 
 
 class Rows:
@@ -67,7 +67,7 @@ def test_texts_shorter_than_what_all_begin_with() -> None:
     assert choose_prompts(9, Rows([]), gap=1) == ((), 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("texts", [story_texts(), held_back_texts()])
+@pytest.mark.parametrize("texts", [story_texts(), held_out_texts()])
 @pytest.mark.parametrize("quick", [True, False])
 def test_bundled_texts_suffice(texts: list[str], quick: bool) -> None:
     case = registered_case("residual-flow", quick=quick, subject=Subject("A", texts))
@@ -82,7 +82,7 @@ def test_bundled_texts_suffice(texts: list[str], quick: bool) -> None:
 @pytest.mark.parametrize(("claim", "model"), [("residual-flow", "A"), ("settles", "tied"), ("tokens-cluster", "A")])
 def test_texts_of_a_few_words_decide_nothing_and_are_no_error(claim: str, model: str) -> None:
     with Subject(model, [" ".join(text.split()[:9]) for text in story_texts()]) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert verdict.sentence.startswith("The claim needs 32 different texts")
     assert verdict.sentence.count(".") == 1
@@ -100,7 +100,7 @@ def test_prompts_of_all_trials_have_distinct_first_tokens(
 
     monkeypatch.setattr(Subject, "recording_of", stop)
     with pytest.raises(HelmscopeError, match="far enough"):
-        try_claim(claim, quick=True, subject=Subject(model))
+        run_trial(claim, quick=True, subject=Subject(model))
     (rows,) = recorded
     start = next(k for k in range(32) if len({row[k] for row in rows}) > 1)
     assert len(rows) == len({row[start] for row in rows}) == 32
@@ -141,7 +141,7 @@ def test_a_premise_comes_first(meet: float, attend: float, ruling: Ruling) -> No
 
 def test_without_premises_one_refuted_condition_refutes() -> None:
     region = Region(text="above 0", above=0.0)
-    refuted, impossible = (JudgedQuantity(r.value, region, None, r) for r in (Ruling.REFUTED, Ruling.IMPOSSIBLE))
+    refuted, impossible = (JudgedCondition(r.value, region, None, r) for r in (Ruling.REFUTED, Ruling.IMPOSSIBLE))
     assert combine([refuted, impossible], []) is Ruling.REFUTED
     assert combine([refuted, impossible], [], [impossible.name]) is Ruling.IMPOSSIBLE
 
@@ -152,8 +152,8 @@ def test_a_shortage_leaves_open_what_was_measured() -> None:
     assert (verdict.ruling, verdict.conditions[0].ruling) == (Ruling.INCONCLUSIVE, Ruling.INCONCLUSIVE)
     assert verdict.interval is not None
     assert verdict.sentence.startswith("Nothing is decided: the prompts begin alike. Inconclusive (mine): 0.91 [")
-    nothing = judge(entry, Finding.undecided("there are too few texts"))
+    nothing = judge(entry, Finding.inconclusive("there are too few texts"))
     assert (nothing.ruling, nothing.interval) == (Ruling.INCONCLUSIVE, None)
     assert nothing.sentence == "There are too few texts."
     with pytest.raises(HelmscopeError, match="reason is '', but it must be a text"):
-        Undecided("")
+        Inconclusive("")

@@ -229,6 +229,6 @@ def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:
     (copy / "claims" / "catalogue" / "planted-true.toml").write_text(text)
     code = (PLANTED / "planted.py").read_text().split('@hs.claims.experiment("planted-false")')[0]
     (copy / "claims" / "experiments" / "planted_true.py").write_text(code)
-    code = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
+    code = "from helmscope.claims.trial import run_trial; print(run_trial('planted-true').verdict.ruling.value)"
     done = run_python(code, check=True, env={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "supported\n"

@@ -11,7 +11,7 @@ import pytest
 import helmscope as hs
 from helmscope.claims.registry import TrialCase, experiments
 from helmscope.claims.run_trials import _decode_subject, plan_trials, run_trials, trial_unit
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models import subject as home
 from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
@@ -91,7 +91,7 @@ def test_two_claims_on_one_model_record_it_once(
     for trial in trials:
         assert trial.verdict.subject == "tiny"
         assert (trial.verdict.provenance.weights, trial.verdict.provenance.texts) == (tiny.weights, tiny.text_hash)
-    again = try_claim("planted-true", folder=mine, subject=tiny)
+    again = run_trial("planted-true", folder=mine, subject=tiny)
     assert "looks untrained" in again.verdict.sentence
     assert again.verdict == trials[1].verdict
     assert again.data.identical(trials[1].data)
@@ -103,7 +103,7 @@ def test_a_single_claim_on_a_model_runs_in_another_process(
     to = RunFolder.create(tmp_path / "run")
     (trial,) = run_trials(["planted-true"], to, folder=mine, subjects=[tiny], engine=Processes(2))
     assert made == []  # in this process
-    assert trial.verdict == try_claim("planted-true", folder=mine, subject=tiny).verdict
+    assert trial.verdict == run_trial("planted-true", folder=mine, subject=tiny).verdict
 
 
 def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path
 
 
 def test_an_impossible_premise_is_reported(mine: Path) -> None:
-    trial = try_claim("planted-true", folder=mine, subject=Subject(tiny_model("bert"), ROWS))
+    trial = run_trial("planted-true", folder=mine, subject=Subject(tiny_model("bert"), ROWS))
     assert trial.verdict.ruling is Ruling.IMPOSSIBLE
     assert trial.verdict.interval is None
     assert trial.verdict.sentence.startswith("The claim needs attention that is causal, but that of BertForMaskedLM")
     assert trial.verdict.conditions == trial.verdict.controls == ()
     assert trial.verdict.provenance.weights
-    assert try_claim("planted-true", folder=mine).verdict.subject == "simulation"
+    assert run_trial("planted-true", folder=mine).verdict.subject == "simulation"
 
 
 def test_a_run_resumes_only_with_the_same_model_and_texts(tmp_path: Path, mine: Path, tiny: Subject) -> None:
@@ -142,19 +142,19 @@ def test_unsuitable_subjects_raise(tmp_path: Path, mine: Path) -> None:
     a, tied = Subject("A"), Subject("tied")
     simulated = "subject of claim 'rate' is A, but this claim can be tried on a simulation only"
     with pytest.raises(HelmscopeError, match=simulated):
-        try_claim("rate", subject=a)
+        run_trial("rate", subject=a)
     with pytest.raises(HelmscopeError, match=simulated):
         run_trials(["rate"], RunFolder.create(tmp_path / "run"), subjects=[a])
     with pytest.raises(
         HelmscopeError, match="'planted-false' is simulation, but this claim can be tried on a model only"
     ):
-        try_claim("planted-false", folder=mine, subject=Subject.simulation())
+        run_trial("planted-false", folder=mine, subject=Subject.simulation())
     with pytest.raises(HelmscopeError, match="other is given, but subject is not"):
-        try_claim("planted-false", folder=mine, other=tied)
+        run_trial("planted-false", folder=mine, other=tied)
     with pytest.raises(HelmscopeError, match="other is A, but it must differ from subject"):
-        try_claim("planted-false", folder=mine, subject=a, other=Subject("A"))
+        run_trial("planted-false", folder=mine, subject=a, other=Subject("A"))
     with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
-        try_claim("planted-false", folder=mine, subject="A")
+        run_trial("planted-false", folder=mine, subject="A")
     with pytest.raises(HelmscopeError, match="other is an int, but it must be a Subject"):
         TrialCase(subject=a, other=3)
 
@@ -163,7 +163,7 @@ def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Su
     with pytest.raises(
         HelmscopeError, match="other of claim 'planted-false' is A, but this claim is tried on one subject"
     ):
-        try_claim("planted-false", folder=mine, subject=tiny, other=Subject("A"))
+        run_trial("planted-false", folder=mine, subject=tiny, other=Subject("A"))
 
 
 def test_default_subjects(mine: Path) -> None:
@@ -188,13 +188,13 @@ def test_there_is_one_verdict_for_each_claim_and_subject(
 
 
 def test_held_back_texts_replace_those_of_the_box_only(mine: Path) -> None:
-    bundled, held_back = (plan_trials(["planted-false"], folder=mine, held_back=held) for held in (False, True))
-    for plain, published in zip(bundled, held_back, strict=True):
+    bundled, held_out = (plan_trials(["planted-false"], folder=mine, held_out=held) for held in (False, True))
+    for plain, published in zip(bundled, held_out, strict=True):
         assert (plain.subject.name, plain.name) == (published.subject.name, published.name)
         assert not set(plain.subject.texts) & set(published.subject.texts)
     assert [plain.subject for plain in bundled] == [Subject("A"), Subject("B"), Subject("tied")]
     own = Subject("A", ["my text", "another text"])
-    assert plan_trials(["planted-false"], [own], folder=mine, held_back=True)[0].subject == own
+    assert plan_trials(["planted-false"], [own], folder=mine, held_out=True)[0].subject == own
 
 
 def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: Path, mine: Path) -> None:

@@ -13,7 +13,7 @@ from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import TrialsFailed, run_trials
-from helmscope.claims.trial import code_hash, sources, try_claim
+from helmscope.claims.trial import code_hash, run_trial, sources
 from helmscope.models.subject import Subject
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
@@ -25,7 +25,7 @@ CHEAP = ["kuramoto", "measure-flow"]
 
 
 def test_a_trial_is_judged_by_the_packaged_entry() -> None:
-    trial = try_claim("kuramoto", quick=True)
+    trial = run_trial("kuramoto", quick=True)
     provenance = trial.verdict.provenance
     assert (provenance.entry, provenance.version) == (entry("kuramoto").hash, entry("kuramoto").version)
     assert provenance.code == code_hash("kuramoto", None)
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_engine(tmp_path: Path) 
     assert all(a != b for a, b in zip(one, other, strict=True))
     assert folders[0].read_verdicts() == tuple(trial.verdict for trial in trials)
     for claim, trial in zip(CHEAP, trials, strict=True):
-        again = try_claim(claim, quick=True)
+        again = run_trial(claim, quick=True)
         assert again.verdict == trial.verdict
         assert again.data.identical(trial.data)
 
@@ -74,7 +74,7 @@ def test_the_code_hash_of_a_users_claim_covers_all_files_of_the_folder(tmp_path:
     mine = tmp_path / "mine"
     shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_hash("planted-true", mine)
-    assert before == try_claim("planted-true", folder=mine, quick=True).verdict.provenance.code
+    assert before == run_trial("planted-true", folder=mine, quick=True).verdict.provenance.code
     (mine / "helper.py").write_text("LEVEL = 1.0\n")
     added = code_hash("planted-true", mine)
     (mine / "helper.py").write_text("LEVEL = 2.0\n")
@@ -94,7 +94,7 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
         .replace("    return trial(case, -0.6)", f"    {rewrite}\n    return trial(case, -0.6)")
     )
     (mine / "planted.py").write_text(code)
-    assert try_claim("planted-false", folder=mine).verdict.ruling is Ruling.REFUTED
+    assert run_trial("planted-false", folder=mine).verdict.ruling is Ruling.REFUTED
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
 )
 def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
-        try_claim(claim)
+        run_trial(claim)
     with pytest.raises(HelmscopeError, match=sentence):
         run_trials(["kuramoto", claim], RunFolder.create(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +120,7 @@ def test_claims_must_be_a_list(tmp_path: Path, claims: object) -> None:
     with pytest.raises(HelmscopeError, match="claim is an int, but it must be an id"):
         run_trials(["kuramoto", 3], RunFolder.create(tmp_path))
     with pytest.raises(HelmscopeError, match="claim is a NoneType, but it must be an id"):
-        try_claim(None)
+        run_trial(None)
 
 
 def test_a_failing_experiment_is_reported_with_its_line_and_the_others_are_kept(tmp_path: Path, capsys) -> None:

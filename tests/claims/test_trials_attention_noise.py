@@ -12,7 +12,7 @@ from helmscope.claims.evidence import PremiseImpossible
 from helmscope.claims.experiments.clt_sharp import RowShares, causal_uniform, lindeberg_share
 from helmscope.claims.experiments.scalar_diffusion import random_shares
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 from support.trials import interval, named, rulings, set_constants
@@ -98,14 +98,14 @@ def balanced_rows(count=32):
 def test_planted_diffusions_get_the_right_ruling(kind, expected):
     with Subject(planted(kind), rows_of()) as subject:
         for claim, ruling in expected.items():
-            verdict = try_claim(claim, quick=True, subject=subject).verdict
+            verdict = run_trial(claim, quick=True, subject=subject).verdict
             assert verdict.ruling is ruling, verdict.sentence
             assert all(control.as_expected for control in verdict.controls), rulings(verdict)
 
 
 def test_causal_attention_cannot_be_doubly_stochastic():
     with Subject(planted("even"), rows_of()) as subject:
-        verdict = try_claim("no-mean-drift", quick=True, subject=subject).verdict
+        verdict = run_trial("no-mean-drift", quick=True, subject=subject).verdict
     assert verdict.ruling is IMPOSSIBLE
     assert "causal" in verdict.sentence
     own, uniform = (
@@ -117,13 +117,13 @@ def test_causal_attention_cannot_be_doubly_stochastic():
 def test_drift_of_bistochastic_kernels():
     """The uniform kernel is bistochastic: without drift only where the mean value is 0."""
     with Subject(planted_encoder("drift"), rows_of()) as subject:
-        verdict = try_claim("no-mean-drift", quick=True, subject=subject).verdict
+        verdict = run_trial("no-mean-drift", quick=True, subject=subject).verdict
     assert verdict.ruling is R
     assert all(control.as_expected for control in verdict.controls)
     assert interval(verdict, "column sums").estimate < 1e-5
     assert interval(verdict, "divergence from the balanced kernel").estimate < 1e-6
     with Subject(planted_encoder("no drift"), balanced_rows()) as subject:
-        verdict = try_claim("no-mean-drift", quick=True, subject=subject).verdict
+        verdict = run_trial("no-mean-drift", quick=True, subject=subject).verdict
     assert named(verdict, "drift ratio").ruling is S
     assert not named(verdict, "uniform kernel").as_expected  # it is the same kernel: the control sees it
 
@@ -131,7 +131,7 @@ def test_drift_of_bistochastic_kernels():
 @pytest.mark.parametrize("claim", ["elliptic", "scalar-diffusion", "clt-sharp", "no-mean-drift"])
 def test_too_few_texts(claim):
     with Subject(planted("even"), rows_of(8)) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert "needs 32 different texts" in verdict.sentence
 
@@ -146,7 +146,7 @@ def test_increments_over_contexts(monkeypatch):
     _, ids = context_rows()
     set_constants(monkeypatch, "attention-diffuses", twins=2)
     with Subject(planted("even"), [tuple(row) for row in ids.tolist()]) as subject:
-        verdict = try_claim("attention-diffuses", quick=True, subject=subject).verdict
+        verdict = run_trial("attention-diffuses", quick=True, subject=subject).verdict
     assert named(verdict, "slope").ruling is R
     assert interval(verdict, "slope").estimate < 0.2
     assert all(control.as_expected for control in verdict.controls), rulings(verdict)
@@ -155,7 +155,7 @@ def test_increments_over_contexts(monkeypatch):
 
 def test_no_groups_no_trial():
     with Subject(planted("even"), rows_of()) as subject:
-        verdict = try_claim("attention-diffuses", quick=True, subject=subject).verdict
+        verdict = run_trial("attention-diffuses", quick=True, subject=subject).verdict
     assert verdict.ruling is IMPOSSIBLE
     assert "no word at the same position" in verdict.sentence
 

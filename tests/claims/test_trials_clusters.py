@@ -18,7 +18,7 @@ from helmscope.claims.experiments import one_cluster
 from helmscope.claims.finding import Finding
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import TrialCase, registered_case
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.stats.reduce import reduce_replicates
@@ -32,7 +32,7 @@ SMALL = msgspec.structs.replace(
 
 @functools.cache
 def trial(seed: int = 0) -> Trial:
-    return try_claim("one-cluster", seed=seed, quick=True)
+    return run_trial("one-cluster", seed=seed, quick=True)
 
 
 def zero_beta_only(monkeypatch: pytest.MonkeyPatch, **replaced: object) -> Finding:

@@ -16,7 +16,7 @@ from scipy.integrate import quad
 from helmscope.claims.experiments import finite_time, steady_order
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import TrialCase
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
 from helmscope.fields.scaled_velocity import ScaledVelocity
@@ -26,7 +26,7 @@ from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.theory.equiangular import equiangular, hitting_time
 from helmscope.theory.starts import Orthonormal
-from helmscope.types import Control, HelmscopeError, JudgedQuantity, Ruling, Verdict
+from helmscope.types import Control, HelmscopeError, JudgedCondition, Ruling, Verdict
 
 F64 = torch.float64
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
@@ -36,10 +36,10 @@ N, DIM, EARLY, LATE = (entry("finite-time").constants[name] for name in ("tokens
 
 @functools.cache
 def quick(claim: str) -> Trial:
-    return try_claim(claim, quick=True)
+    return run_trial(claim, quick=True)
 
 
-def named(verdict: Verdict, name: str) -> JudgedQuantity | Control:
+def named(verdict: Verdict, name: str) -> JudgedCondition | Control:
     """The condition, control or described quantity of that name."""
     (judged,) = [each for each in (*verdict.conditions, *verdict.controls, *verdict.described) if each.name == name]
     return judged
@@ -61,14 +61,14 @@ def test_the_verdict_and_every_control_come_out_as_the_theory_says(claim: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", EXPECTED)
 def test_another_seed_and_more_starts_rule_alike(claim: str) -> None:
-    for verdict in (try_claim(claim, seed=1).verdict, try_claim(claim, seed=2, quick=True).verdict):
+    for verdict in (run_trial(claim, seed=1).verdict, run_trial(claim, seed=2, quick=True).verdict):
         assert verdict.ruling is EXPECTED[claim], verdict.sentence
         assert verdict.interval.estimate != quick(claim).verdict.interval.estimate
 
 
 @pytest.mark.parametrize("claim", EXPECTED)
 def test_the_same_seed_gives_the_same_bytes(claim: str) -> None:
-    again = try_claim(claim, quick=True)
+    again = run_trial(claim, quick=True)
     assert again.verdict == quick(claim).verdict
     assert again.data.identical(quick(claim).data)
 
@@ -227,7 +227,7 @@ def test_finite_time_detects_faults(
     monkeypatch.setattr(finite_time, "FLOWS", {"SA, beta = 1": SA(beta=1.0)})
     for name, replacement in fault.items():
         monkeypatch.setattr(finite_time, name, replacement)
-    verdict = try_claim("finite-time", quick=True).verdict
+    verdict = run_trial("finite-time", quick=True).verdict
     assert verdict.ruling is ruling
     assert {control.name for control in verdict.controls if not control.as_expected} == failed
 
@@ -319,7 +319,7 @@ def test_steady_order_detects_faults(monkeypatch: pytest.MonkeyPatch, name: str,
     """In the tail; a wrong field also differs from the equiangular ODE."""
     monkeypatch.setattr(steady_order, name, fault)
     monkeypatch.setattr(steady_order, "KINDS", (steady_order.SA, steady_order.USA))
-    verdict = try_claim("steady-order", quick=True).verdict
+    verdict = run_trial("steady-order", quick=True).verdict
     tail = verdict.conditions[0]
     assert named(verdict, "pace of the equiangular ODE").as_expected == (fault is Heun)
     assert tail.ruling is REFUTED
@@ -329,7 +329,7 @@ def test_steady_order_detects_faults(monkeypatch: pytest.MonkeyPatch, name: str,
 @pytest.mark.usefixtures("few_betas")
 def test_a_flow_that_is_steady_supports_the_claim_but_not_the_equiangular_ode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steady_order, "KINDS", (Steady,))
-    verdict = try_claim("steady-order", quick=True).verdict
+    verdict = run_trial("steady-order", quick=True).verdict
     assert [condition.ruling for condition in verdict.conditions] == [SUPPORTED, SUPPORTED]
     assert named(verdict, "whole path").interval.estimate == pytest.approx(1, abs=1e-6)
     assert [control.name for control in verdict.controls if not control.as_expected] == ["pace of the equiangular ODE"]

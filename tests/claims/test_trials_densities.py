@@ -20,7 +20,7 @@ from helmscope.claims.experiments import (
     whitening,
 )
 from helmscope.claims.registry import TrialCase, registered_case
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA
 from helmscope.fields.noise import DivergenceForm, IsotropicNoise, Ito, MatrixNoise, Stratonovich
 from helmscope.meanfield.circle_grid import CircleGrid
@@ -42,11 +42,11 @@ EXPECTED = {
 
 @functools.cache
 def quick(claim: str) -> Trial:
-    return try_claim(claim, quick=True)
+    return run_trial(claim, quick=True)
 
 
 def failed_controls(claim: str) -> list[str]:
-    return [control.name for control in try_claim(claim, quick=True).verdict.controls if not control.as_expected]
+    return [control.name for control in run_trial(claim, quick=True).verdict.controls if not control.as_expected]
 
 
 @pytest.mark.parametrize("claim", EXPECTED)
@@ -109,7 +109,7 @@ def test_a_fisher_information_without_its_weight_is_detected(monkeypatch: pytest
         return rates._replace(fisher=1.2 * rates.fisher)
 
     monkeypatch.setattr(entropy_identity, "entropy_rates", unweighted)
-    assert try_claim("entropy-identity", quick=True).verdict.conditions[1].ruling is Ruling.REFUTED
+    assert run_trial("entropy-identity", quick=True).verdict.conditions[1].ruling is Ruling.REFUTED
 
 
 # --- free-energy-descends
@@ -208,7 +208,7 @@ def test_a_faulty_layer_is_detected(name, fault, condition, controls, monkeypatc
     few = jko_step.random_layers
     monkeypatch.setattr(jko_step, "random_layers", lambda case, count: few(case, 8))
     monkeypatch.setattr(jko_step, name, functools.partial(fault, getattr(jko_step, name)))
-    verdict = try_claim("jko-step", quick=True).verdict
+    verdict = run_trial("jko-step", quick=True).verdict
     assert verdict.conditions[0].ruling is condition
     assert [control.name for control in verdict.controls if not control.as_expected][:1] == controls[:1]
 

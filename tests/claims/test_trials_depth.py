@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from helmscope.claims.experiments import transport_map
 from helmscope.claims.registry import TrialCase
 from helmscope.claims.small_steps import small_steps_premise
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 from support.trials import failures, interval, rulings, set_constants
@@ -80,7 +80,7 @@ def _few_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_planted_steps_are_found(size: float, ruling: Ruling) -> None:
     with subject_of("translate", size) as subject:
-        verdict = try_claim("small-steps", quick=True, subject=subject).verdict
+        verdict = run_trial("small-steps", quick=True, subject=subject).verdict
         premise = small_steps_premise(TrialCase(quick=True, subject=subject))
     assert verdict.ruling is ruling, verdict.sentence
     assert not failures(verdict) - {"median angle"}
@@ -104,7 +104,7 @@ def test_a_simulation_has_no_such_premise() -> None:
 def test_a_translation_is_an_optimal_map_and_a_swap_is_not() -> None:
     with subject_of("translate", 0.5) as translated, subject_of("swap") as swapped:
         optimal, exchanged = (
-            try_claim("transport-map", quick=True, subject=each).verdict for each in (translated, swapped)
+            run_trial("transport-map", quick=True, subject=each).verdict for each in (translated, swapped)
         )
     assert optimal.ruling is Ruling.SUPPORTED, optimal.sentence
     assert "Premise: small-steps is refuted here" in optimal.sentence
@@ -118,7 +118,7 @@ def test_a_translation_is_an_optimal_map_and_a_swap_is_not() -> None:
 def test_a_control_that_permutes_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_map.torch, "randperm", lambda n, generator=None: torch.arange(n))
     with subject_of("translate", 0.5) as subject:
-        verdict = try_claim("transport-map", quick=True, subject=subject).verdict
+        verdict = run_trial("transport-map", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert failures(verdict) == {"outputs assigned at random"}
 
@@ -126,4 +126,4 @@ def test_a_control_that_permutes_nothing_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_too_few_prompts() -> None:
     with subject_of("translate", 0.5) as whole, Subject(whole.model, whole.texts[:9]) as few:
         for claim in ("small-steps", "transport-map"):
-            assert try_claim(claim, quick=True, subject=few).verdict.ruling is Ruling.INCONCLUSIVE
+            assert run_trial(claim, quick=True, subject=few).verdict.ruling is Ruling.INCONCLUSIVE

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.experiments import breathing as module
 from helmscope.claims.experiments.breathing import Changes
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Half, Region, Ruling
 
@@ -56,7 +56,7 @@ def subject() -> Subject:
 
 
 def test_a_tiny_model_is_tried_with_all_controls(subject: Subject) -> None:
-    trial = try_claim("breathing", subject=subject, quick=True)
+    trial = run_trial("breathing", subject=subject, quick=True)
     rulings = {control.name: control.ruling for control in trial.verdict.controls}
     assert rulings == {
         "blocks that write nothing": Ruling.IMPOSSIBLE,
@@ -78,7 +78,7 @@ def test_a_fault_in_the_dimension_fails_the_controls(subject: Subject, monkeypat
         return measured
 
     monkeypatch.setattr(module, "token_dimension", reversed_depth)
-    trial = try_claim("breathing", subject=subject, quick=True)
+    trial = run_trial("breathing", subject=subject, quick=True)
     rulings = {control.name: control.ruling for control in trial.verdict.controls}
     assert rulings["planted rise"] is Ruling.REFUTED
     assert trial.verdict.ruling is Ruling.INCONCLUSIVE

@@ -16,7 +16,7 @@ from scipy.spatial.transform import Rotation
 
 from helmscope.claims.evidence import Count
 from helmscope.claims.reading import entry
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
 from helmscope.stats.reduce import reduce_replicates
@@ -36,7 +36,7 @@ CLAIMS = {
 
 @functools.cache
 def trial(claim: str) -> Trial:
-    return try_claim(claim, quick=True)
+    return run_trial(claim, quick=True)
 
 
 def module(claim: str) -> ModuleType:
@@ -106,7 +106,7 @@ SLOWER = [pytest.param(claim, marks=pytest.mark.slow) for claim in CLAIMS if cla
 
 @pytest.mark.parametrize("claim", [*QUICKER, *SLOWER])
 def test_another_seed_rules_the_same_with_other_numbers_and_equal_seeds_give_equal_ones(claim: str) -> None:
-    other, again = (try_claim(claim, seed=seed, quick=True) for seed in (11, 0))
+    other, again = (run_trial(claim, seed=seed, quick=True) for seed in (11, 0))
     assert other.verdict.ruling is CLAIMS[claim]
     assert all(control.as_expected for control in other.verdict.controls)
     assert not other.data.identical(trial(claim).data)
@@ -117,7 +117,7 @@ def test_another_seed_rules_the_same_with_other_numbers_and_equal_seeds_give_equ
 @pytest.mark.slow
 @pytest.mark.parametrize(("claim", "ruling"), CLAIMS.items())
 def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
-    verdict = try_claim(claim).verdict
+    verdict = run_trial(claim).verdict
     assert verdict.ruling is ruling
     assert verdict.interval.n >= trial(claim).verdict.interval.n
 
@@ -253,7 +253,7 @@ def test_a_planted_fault_changes_the_verdict(
     monkeypatch.setattr(where, name, times(wrong, getattr(where, name)) if isinstance(wrong, float) else wrong)
     if claim == "repulsive":  # the polyhedra need long runs, and these faults are to be noticed without them
         monkeypatch.setattr(where, "_reaches_polyhedron", lambda *_: Count(32, 32))
-    verdict = try_claim(claim, quick=True).verdict
+    verdict = run_trial(claim, quick=True).verdict
     assert verdict.ruling is ruling
     assert failure in failures(verdict)
 
@@ -262,7 +262,7 @@ def test_a_run_that_stops_early_reaches_no_icosahedron(monkeypatch: pytest.Monke
     where = module("repulsive")
     short = [(name, n, beta, end / 20, exact) for name, n, beta, end, exact in where.SHARP]
     monkeypatch.setattr(where, "SHARP", short)
-    verdict = try_claim("repulsive", quick=True).verdict
+    verdict = run_trial("repulsive", quick=True).verdict
     assert verdict.ruling is OPEN
     assert "icosahedron" in failures(verdict)
     assert named(verdict, "rate of F").ruling is REFUTED

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 import helmscope as hs
 from helmscope.claims.experiments import diffuse_then_compress, entropy_identity
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling, Trajectory
 
@@ -58,7 +58,7 @@ def mlp_model(kind: str) -> GPT2LMHeadModel:
 def tried(claim: str, kind: str) -> Trial:
     make = {"entropy-identity": mlp_model, "free-energy-descends": pulled, "diffuse-then-compress": shifted}[claim]
     with Subject(make(kind), ROWS) as subject:
-        return try_claim(claim, quick=True, subject=subject)
+        return run_trial(claim, quick=True, subject=subject)
 
 
 @pytest.mark.parametrize(("kind", "ruling"), [("small", S), ("large", R), ("silent", P)])
@@ -78,7 +78,7 @@ def test_small_steps_follow_the_identity_and_large_ones_do_not(kind: str, ruling
 
 def test_a_determinant_that_forgets_the_normal_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the factor |y| for each tangent direction the change is no longer that of directions."""
-    module = importlib.import_module("helmscope.observe.map_entropy")
+    module = importlib.import_module("helmscope.observe.mlp_entropy_change")
     original = module.tangent_log_det
 
     def flat(matrix, x, y, *, centered):
@@ -86,7 +86,7 @@ def test_a_determinant_that_forgets_the_normal_is_detected(monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "tangent_log_det", flat)
     with Subject(mlp_model("small"), ROWS) as subject:
-        assert try_claim("entropy-identity", quick=True, subject=subject).verdict.ruling is not S
+        assert run_trial("entropy-identity", quick=True, subject=subject).verdict.ruling is not S
 
 
 def test_slopes_are_those_of_least_squares() -> None:
@@ -229,7 +229,7 @@ def test_trend_and_level_on_the_way_are_those_of_the_curve() -> None:
 @pytest.mark.parametrize("claim", ["entropy-identity", "free-energy-descends", "diffuse-then-compress"])
 def test_too_few_texts_decide_nothing(claim: str) -> None:
     with Subject(plain(), ROWS[:31]) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is UNDECIDED
     assert "needs 32 different texts" in verdict.sentence
 
@@ -239,7 +239,7 @@ def test_parallel_blocks_have_no_half_steps(claim: str) -> None:
     sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
     config = GPTNeoXConfig(vocab_size=64, bos_token_id=0, eos_token_id=0, max_position_embeddings=16, **sizes)
     with Subject(GPTNeoXForCausalLM(config).eval(), ROWS) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is P
     assert "parallel blocks" in verdict.sentence
 
@@ -252,6 +252,6 @@ def test_fewer_tokens_than_dimensions_have_no_entropy(claim: str) -> None:
     net = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).eval()
     rows = [[k, (7 * k + 1) % 60, (11 * k + 5) % 60] for k in range(40)]
     with Subject(net, rows) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is UNDECIDED
     assert "has a rank below the 95 dimensions" in verdict.sentence

@@ -14,7 +14,7 @@ from tests.support.trials import failures, interval, named, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.experiments.early_fragile import _change_point
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Region, Ruling
 
@@ -49,7 +49,7 @@ def layers_that_scale(rate: float) -> GPT2LMHeadModel:
 def test_early_and_late_fragile_layers_get_the_right_rulings(monkeypatch, rate, ruling):
     set_constants(monkeypatch, "early-fragile", tokens=TOKENS)
     with Subject(layers_that_scale(rate), ROWS) as subject:
-        verdict = try_claim("early-fragile", quick=True, subject=subject).verdict
+        verdict = run_trial("early-fragile", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling
     assert failures(verdict) <= {"matched correlation"}  # all controls hold
     assert named(verdict, "blocks that write nothing").ruling is Ruling.IMPOSSIBLE
@@ -60,7 +60,7 @@ def test_early_and_late_fragile_layers_get_the_right_rulings(monkeypatch, rate, 
 def test_few_layers_have_no_correlation(monkeypatch):
     set_constants(monkeypatch, "early-fragile", tokens=TOKENS, least_layers=8)
     with Subject(layers_that_scale(0.4), ROWS) as subject:
-        verdict = try_claim("early-fragile", quick=True, subject=subject).verdict
+        verdict = run_trial("early-fragile", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE
     assert "the replicates are layers, of which it needs 8, and has 7" in verdict.sentence.lower()
 
@@ -118,7 +118,7 @@ def heads_that_write(kind: str) -> GPT2LMHeadModel:
 def test_heads_that_interact_in_their_layer_and_heads_that_do_not_get_the_right_rulings(monkeypatch, kind, ruling):
     set_constants(monkeypatch, "heads-compete", tokens=TOKENS, tolerance=1.0)
     with Subject(heads_that_write(kind), ROWS) as subject:
-        verdict = try_claim("heads-compete", quick=True, subject=subject).verdict
+        verdict = run_trial("heads-compete", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling
     assert failures(verdict) <= {"interaction"}  # all controls hold
     ratio = interval(verdict, "joint over summed damage, one layer")
@@ -128,6 +128,6 @@ def test_heads_that_interact_in_their_layer_and_heads_that_do_not_get_the_right_
 def test_where_too_few_heads_match_nothing_is_decided(monkeypatch):
     set_constants(monkeypatch, "heads-compete", tokens=TOKENS, least_pairs=30)
     with Subject(heads_that_write("alone"), ROWS) as subject:
-        verdict = try_claim("heads-compete", quick=True, subject=subject).verdict
+        verdict = run_trial("heads-compete", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert "needs 30 matched pairs" in named(verdict, "interaction").basis

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from helmscope.claims.experiments import attention_diffuses, generator, mobility
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract, tangent_basis
 from helmscope.meanfield.circle_grid import CircleGrid
@@ -22,7 +22,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.models.subject import Subject
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator, step_order
+from helmscope.observe.generator import ambient_generator, convergence_order
 from helmscope.observe.probes import ScaledStep
 from helmscope.types import Ruling
 from support.trials import failures, interval, named, rulings
@@ -37,7 +37,7 @@ EXPECTED = {
 
 @functools.cache
 def quick(claim: str) -> Trial:
-    return try_claim(claim, quick=True)
+    return run_trial(claim, quick=True)
 
 
 @pytest.mark.parametrize("claim", EXPECTED)
@@ -93,14 +93,14 @@ def test_symmetric_noise_of_the_same_covariance_errs_by_a_multiple_of_eps() -> N
 
 def test_the_order_of_a_power_with_higher_terms_is_its_limit() -> None:
     h = torch.tensor([2.0**-k for k in range(7)], dtype=F64)
-    assert step_order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
+    assert convergence_order(h**3 * (1 + h / 3 - h**2 / 5)).item() == pytest.approx(3, abs=1e-5)
 
 
 def test_a_second_moment_that_is_twice_too_large_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sigma without the factor 1/2."""
     original = ambient_generator
     monkeypatch.setattr(generator, "ambient_generator", lambda b, sigma, phi, x: original(b, 2 * sigma, phi, x))
-    conditions = {each.name: each.ruling for each in try_claim("generator", quick=True).verdict.conditions}
+    conditions = {each.name: each.ruling for each in run_trial("generator", quick=True).verdict.conditions}
     assert conditions["order with the second moment"] is Ruling.REFUTED
     assert conditions["order for skewed noise"] is Ruling.REFUTED
     assert conditions["order without the second moment"] is Ruling.BY_CONSTRUCTION
@@ -140,7 +140,7 @@ def test_the_share_of_mobility_is_that_of_finite_differences() -> None:
 
 def test_a_drift_that_carries_sigma_would_support_mobility(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mobility, "attention_over_sigma", mobility.gradient_over_sigma)
-    assert try_claim("mobility", quick=True).verdict.ruling is Ruling.SUPPORTED
+    assert run_trial("mobility", quick=True).verdict.ruling is Ruling.SUPPORTED
 
 
 @pytest.mark.parametrize(("beta", "value"), [(10, -0.2075526), (100, -0.21629262), (1000, -0.21713679)])
@@ -170,17 +170,17 @@ def test_the_random_densities_are_positive_and_their_slope_is_that_of_a_sum_over
 def test_attention_of_the_opposite_sign_fails_a_control(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention_diffuses._attention
     monkeypatch.setattr(attention_diffuses, "_attention", lambda beta, sign: original(beta, -sign))
-    verdict = try_claim("attention-diffuses", quick=True).verdict
+    verdict = run_trial("attention-diffuses", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.SUPPORTED
     assert [control.name for control in verdict.controls if not control.as_expected] == ["V = -I"]
 
 
 def test_sentences_name_the_statistic_and_both_signs_of_v() -> None:
-    sentence = try_claim("attention-diffuses", quick=True).verdict.sentence
+    sentence = run_trial("attention-diffuses", quick=True).verdict.sentence
     assert sentence.startswith("Refuted (sign of the heat limit): -0.99")
     assert "For V = +I the slope is -0.7" in sentence
     assert "For V = -I it is 0.7" in sentence
-    assert try_claim("mobility", quick=True).verdict.sentence.startswith("Refuted (antisymmetric share): 0.13")
+    assert run_trial("mobility", quick=True).verdict.sentence.startswith("Refuted (antisymmetric share): 0.13")
 
 
 TEXTS = [
@@ -205,7 +205,7 @@ def model_trial(radius: float, size: float = 0.3, texts: int = 40) -> Trial:
                 parameter.mul_(radius)
             elif "c_proj" in name:
                 parameter.mul_(size / 0.3)
-    return try_claim("generator", quick=True, subject=Subject(model, TEXTS[:texts]))
+    return run_trial("generator", quick=True, subject=Subject(model, TEXTS[:texts]))
 
 
 def test_small_updates_are_explained_by_their_drift() -> None:
@@ -249,7 +249,7 @@ def test_a_post_norm_model_has_a_share_and_no_splitting_defect() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).eval()
-    verdict = try_claim("generator", quick=True, subject=Subject(model, TEXTS)).verdict
+    verdict = run_trial("generator", quick=True, subject=Subject(model, TEXTS)).verdict
     assert verdict.ruling is Ruling.REFUTED, verdict.sentence
     assert named(verdict, "splitting defect").basis.startswith("there is no splitting defect")
     assert "gain and bias of its norm undone" in verdict.setting

@@ -12,7 +12,7 @@ import torch
 from tests.support.trials import failures, interval, named, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 
@@ -51,7 +51,7 @@ def planted(kind: str) -> GPT2LMHeadModel:
 def test_planted_writes_get_the_right_rulings(monkeypatch, kind, allowed):
     set_constants(monkeypatch, "gradient-shaped", tokens=TOKENS, twins=2)
     with Subject(planted(kind), ROWS) as subject:
-        verdict = try_claim("gradient-shaped", quick=True, subject=subject).verdict
+        verdict = run_trial("gradient-shaped", quick=True, subject=subject).verdict
     found = [named(verdict, name) for name in CONDITIONS]
     assert all(each.ruling in those for each, those in zip(found, allowed, strict=True)), found
     assert failures(verdict) <= set(CONDITIONS)  # all controls hold

@@ -11,7 +11,7 @@ import torch
 
 from helmscope.claims.experiments import heads_average
 from helmscope.claims.reading import entry
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.multihead import MultiHead
 from helmscope.geometry.sphere import retract, tangent_basis
@@ -21,7 +21,7 @@ from helmscope.types import Judgment, Ruling
 
 @functools.cache
 def trial() -> Trial:
-    return try_claim("heads-average", quick=True)
+    return run_trial("heads-average", quick=True)
 
 
 def cloud(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -136,7 +136,7 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "wrong", "ruling"), FAULTS)
 def test_a_planted_fault_is_noticed(name: str, wrong: object, ruling: Ruling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads_average, name, wrong)
-    verdict = try_claim("heads-average", quick=True).verdict
+    verdict = run_trial("heads-average", quick=True).verdict
     failed = [control.name for control in verdict.controls if not control.as_expected]
     assert verdict.conditions[0].ruling is Ruling.REFUTED if ruling is Ruling.REFUTED else failed
     assert verdict.ruling in (ruling, Ruling.INCONCLUSIVE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 from support.trials import interval, named, rulings, set_constants
@@ -90,7 +90,7 @@ def test_whitening_helps_exactly_the_drift_that_carries_the_mobility(
     """
     set_constants(monkeypatch, "whitening", tokens_quick=8)
     with Subject(planted(kind, 24, 92), even_rows()) as subject:
-        verdict = try_claim("whitening", quick=True, subject=subject).verdict
+        verdict = run_trial("whitening", quick=True, subject=subject).verdict
     assert verdict.ruling is expected, verdict.sentence
     assert all(control.as_expected for control in verdict.controls), rulings(verdict)
     assert "Premise: small-steps" in verdict.sentence
@@ -104,7 +104,7 @@ def test_a_layer_that_descends_is_a_step_and_one_that_turns_is_not(
 ) -> None:
     set_constants(monkeypatch, "jko-step", twins=2)
     with Subject(planted(kind), rows_of()) as subject:
-        verdict = try_claim("jko-step", quick=True, subject=subject).verdict
+        verdict = run_trial("jko-step", quick=True, subject=subject).verdict
     assert named(verdict, "share of the gap closed").ruling is expected, verdict.sentence
     assert named(verdict, "blocks that write nothing").as_expected
     assert "Premise: small-steps" in verdict.sentence
@@ -119,7 +119,7 @@ def test_the_potential_of_another_layer_is_noticed_where_layers_differ(monkeypat
         block.weight.neg_()
         block.bias.neg_()
     with Subject(model, rows_of()) as subject:
-        verdict = try_claim("jko-step", quick=True, subject=subject).verdict
+        verdict = run_trial("jko-step", quick=True, subject=subject).verdict
     assert verdict.ruling is S, verdict.sentence
     assert named(verdict, "potential of another layer").ruling is R
 
@@ -127,7 +127,7 @@ def test_the_potential_of_another_layer_is_noticed_where_layers_differ(monkeypat
 def test_random_weights_have_no_mobility(monkeypatch: pytest.MonkeyPatch) -> None:
     set_constants(monkeypatch, "mobility", twins=2)
     with Subject(planted("random"), rows_of()) as subject:
-        verdict = try_claim("mobility", quick=True, subject=subject).verdict
+        verdict = run_trial("mobility", quick=True, subject=subject).verdict
     assert verdict.ruling is R, verdict.sentence
     assert all(control.as_expected for control in verdict.controls), rulings(verdict)
     assert 0.35 < interval(verdict, "random field").estimate < 0.5  # (k - 1) / (2 k) for k = 6 directions
@@ -136,6 +136,6 @@ def test_random_weights_have_no_mobility(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("claim", ["whitening", "mobility", "jko-step"])
 def test_too_few_texts(claim: str) -> None:
     with Subject(planted("random"), rows_of(8)) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is INCONCLUSIVE
     assert "needs 32 different texts" in verdict.sentence

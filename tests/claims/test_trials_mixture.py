@@ -13,7 +13,7 @@ from scipy.cluster import hierarchy
 from helmscope.claims.experiments import mixture as home
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import TrialCase
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.observe.mixture import vmf_mixture
@@ -26,7 +26,7 @@ from support.trials import failures, interval, rulings, set_constants
 
 @pytest.fixture(scope="module")
 def trial():
-    return try_claim("mixture", quick=True)
+    return run_trial("mixture", quick=True)
 
 
 @pytest.fixture
@@ -101,16 +101,16 @@ def test_bic_by_scipy():
 
 
 def test_another_seed_rules_alike_and_equal_seeds_give_equal_bytes(one_time):
-    verdict = try_claim("mixture", quick=True, seed=1).verdict
+    verdict = run_trial("mixture", quick=True, seed=1).verdict
     assert verdict.ruling is Ruling.DESCRIBED
     assert failures(verdict) == set()
     assert 3.3 < verdict.interval.low < verdict.interval.high < 4.4
-    assert try_claim("mixture", quick=True, seed=1).verdict == verdict
+    assert run_trial("mixture", quick=True, seed=1).verdict == verdict
 
 
 def failed_controls() -> set[str]:
     """The controls that do not come out, of a trial that is then inconclusive and says so."""
-    verdict = try_claim("mixture", quick=True).verdict
+    verdict = run_trial("mixture", quick=True).verdict
     failed = failures(verdict)
     assert verdict.ruling is (Ruling.INCONCLUSIVE if failed else Ruling.DESCRIBED)
     assert bool(failed) == verdict.sentence.startswith("A control failed, so there is no ruling")

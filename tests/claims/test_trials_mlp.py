@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from helmscope.claims.rank_correlation import rank_correlation
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Region, Ruling
 
@@ -54,7 +54,7 @@ def planted(request: pytest.FixtureRequest) -> Iterator[tuple[str, Subject]]:
 
 def test_planted_mlps_get_the_right_ruling(planted: tuple[str, Subject]) -> None:
     kind, subject = planted
-    verdict = try_claim("mlp-conservative", quick=True, subject=subject).verdict
+    verdict = run_trial("mlp-conservative", quick=True, subject=subject).verdict
     expected = {
         "gradient": S,
         "barely turned": S,
@@ -79,7 +79,7 @@ def test_planted_mlps_get_the_right_ruling(planted: tuple[str, Subject]) -> None
 
 def test_too_few_texts() -> None:
     with Subject(model("gradient"), ROWS[:31]) as subject:
-        verdict = try_claim("mlp-conservative", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-conservative", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert "needs 32 different texts" in verdict.sentence
 
@@ -88,7 +88,7 @@ def test_planted_alignment_is_found_and_its_absence_is_not() -> None:
     rulings = {}
     for kind in ("partly aligned", "initialized", "silent"):
         with Subject(model(kind), ROWS) as subject:
-            rulings[kind] = try_claim("low-coherence", quick=True, subject=subject).verdict
+            rulings[kind] = run_trial("low-coherence", quick=True, subject=subject).verdict
     assert rulings["partly aligned"].conditions[0].ruling is S
     assert rulings["partly aligned"].conditions[1].interval.estimate == pytest.approx(1)
     assert rulings["initialized"].conditions[0].ruling is not S
@@ -99,7 +99,7 @@ def test_planted_alignment_is_found_and_its_absence_is_not() -> None:
 
 def test_one_block_for_all_layers_has_no_replicates() -> None:
     with Subject("tied", ["Once upon a time there was a cat.", "One day, Tom saw a dog."], loops=3) as subject:
-        verdict = try_claim("low-coherence", quick=True, subject=subject).verdict
+        verdict = run_trial("low-coherence", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE
     assert "share the weights of one block" in verdict.sentence
 
@@ -133,10 +133,10 @@ def test_a_common_trend_over_training_is_not_a_correlation_of_layers() -> None:
 
 def test_the_premise_is_printed_and_two_layers_are_too_few_replicates() -> None:
     with Subject(model("gradient"), ROWS) as subject:
-        assert "Premise: small-steps is" in try_claim("mlp-conservative", quick=True, subject=subject).verdict.sentence
+        assert "Premise: small-steps is" in run_trial("mlp-conservative", quick=True, subject=subject).verdict.sentence
     sizes = {"vocab_size": 64, "n_embd": D, "n_layer": 2, "n_head": 2, "n_positions": 32}
     two = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     with Subject(two, ROWS) as subject:
-        verdict = try_claim("low-coherence", quick=True, subject=subject).verdict
+        verdict = run_trial("low-coherence", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE
     assert "of which it needs 3, and has 2" in verdict.sentence

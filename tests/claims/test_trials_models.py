@@ -20,7 +20,7 @@ from helmscope.claims.experiments import tokens_cluster
 from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
 from helmscope.models.bundled_models import ablated_training_history, story_texts
@@ -49,7 +49,7 @@ def planted(kind: str, seed: int) -> Subject:
 def test_planted_models_get_the_right_ruling(kind: str, seed: int) -> None:
     """The effect is about 0.1, twice the 0.05 that decides."""
     with planted(kind, seed) as subject:
-        verdicts = [try_claim(claim, seed=seed, quick=True, subject=subject).verdict for claim in CLAIMS]
+        verdicts = [run_trial(claim, seed=seed, quick=True, subject=subject).verdict for claim in CLAIMS]
     for verdict, expected in zip(verdicts, RULINGS[kind], strict=True):
         assert verdict.ruling is expected, verdict.sentence
         assert verdict.interval is not None
@@ -81,10 +81,10 @@ def test_arms_are_recorded_once_for_all_claims(monkeypatch: pytest.MonkeyPatch) 
     )
     with planted("gather", 2) as subject:
         for claim in CLAIMS:
-            try_claim(claim, quick=True, subject=subject)
+            run_trial(claim, quick=True, subject=subject)
         assert len(measured) == len(set(measured)) >= 6
         subject.close()
-        try_claim("mlp-prevents", quick=True, subject=subject)
+        run_trial("mlp-prevents", quick=True, subject=subject)
         assert len(measured) > len(set(measured))  # they are dropped with the subject
 
 
@@ -93,7 +93,7 @@ def test_too_few_prompts_decide_nothing() -> None:
     with Subject(planted_model("gather", 0), rows[:31]) as few, Subject(few.model, [row[:17] for row in rows]) as short:
         for subject, numbers in ((few, "31 among its 31 texts"), (short, "0 among its 32 texts")):
             for claim in CLAIMS:
-                verdict = try_claim(claim, quick=True, subject=subject).verdict
+                verdict = run_trial(claim, quick=True, subject=subject).verdict
                 assert verdict.ruling is Ruling.INCONCLUSIVE
                 assert verdict.sentence.startswith("The claim needs 32 different texts, each with two different tokens")
                 assert numbers in verdict.sentence
@@ -107,7 +107,7 @@ def test_copies_of_a_text_are_not_replicates(claim: str) -> None:
     else:
         subject = Subject(planted_model("gather", 0), planted_rows(0)[:16] * 2)
     with subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert "has 16 among its 32 texts" in verdict.sentence
 
@@ -116,7 +116,7 @@ def test_prompts_that_begin_alike_decide_nothing() -> None:
     """What was measured is shown, and no condition is decided."""
     rows = [[1 + 3 * (k % 5), *row[1:]] for k, row in enumerate(planted_rows(0))]
     with Subject(planted_model("gather by attention only", 0), rows) as subject:
-        verdicts = [try_claim(claim, quick=True, subject=subject).verdict for claim in CLAIMS]
+        verdicts = [run_trial(claim, quick=True, subject=subject).verdict for claim in CLAIMS]
     for verdict in verdicts:
         assert verdict.sentence.startswith("Nothing is decided: the 32 prompts have only 5 distinct first tokens, and")
         assert {verdict.ruling, *(condition.ruling for condition in verdict.conditions)} == {Ruling.INCONCLUSIVE}
@@ -127,7 +127,7 @@ def test_prompts_that_begin_alike_decide_nothing() -> None:
 def test_mlp_prevents_needs_attention_that_gathers() -> None:
     """MLPs that scatter tokens which begin close together lower the share, but there is nothing that they prevent."""
     with planted("scatter", 0) as subject:
-        verdict = try_claim("mlp-prevents", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-prevents", quick=True, subject=subject).verdict
     difference, growth = verdict.conditions
     assert (difference.ruling, growth.ruling) == (S, Ruling.IMPOSSIBLE)
     assert verdict.ruling is Ruling.IMPOSSIBLE
@@ -145,7 +145,7 @@ def test_the_control_of_mlp_prevents_can_fail(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Factorial, "_measure", measure)
     with planted("gather by attention only", 0) as subject:
-        verdict = try_claim("mlp-prevents", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-prevents", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert verdict.sentence.startswith("A control failed")
 
@@ -170,7 +170,7 @@ def test_an_arm_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     refuse(*changed, arm_statistics.MLP)
     with planted("gather by attention only", 0) as subject:
-        verdicts = [try_claim(claim, quick=True, subject=subject).verdict for claim in CLAIMS]
+        verdicts = [run_trial(claim, quick=True, subject=subject).verdict for claim in CLAIMS]
         assert [verdict.ruling for verdict in verdicts] == [R, S, S]
         assert verdicts[1].controls[1].ruling is Ruling.IMPOSSIBLE
         assert named(verdicts[0], "growth, values negated, MLPs on").ruling is Ruling.IMPOSSIBLE
@@ -178,7 +178,7 @@ def test_an_arm_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "-V could not be tried: its attention is not in the registry." in verdicts[1].sentence
         subject.close()
         refuse(SILENT)
-        assert {try_claim(claim, quick=True, subject=subject).verdict.ruling for claim in CLAIMS} == {Ruling.IMPOSSIBLE}
+        assert {run_trial(claim, quick=True, subject=subject).verdict.ruling for claim in CLAIMS} == {Ruling.IMPOSSIBLE}
 
 
 def test_prompts_have_as_many_first_tokens_as_they_can() -> None:
@@ -234,7 +234,7 @@ def test_untrained_twins_are_a_contrast_and_decide_nothing(
     shares = np.stack([np.zeros_like(growth), growth], 1)
     monkeypatch.setattr(Factorial, "twin_shares", lambda self, arm: shares * (arm is not WHOLE))
     with planted("gather by attention only", 0) as subject:
-        alone, difference = (try_claim(claim, quick=True, subject=subject).verdict for claim in CLAIMS[1:])
+        alone, difference = (run_trial(claim, quick=True, subject=subject).verdict for claim in CLAIMS[1:])
     assert (alone.ruling, difference.ruling) == (S, S)
     assert "untrained twins" not in [control.name for control in alone.controls]
     assert f"training {effect} it" in alone.sentence
@@ -266,7 +266,7 @@ def subject() -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def short(subject: Subject) -> tuple[Trial, ...]:
-    return tuple(try_claim(claim, quick=True, subject=subject) for claim in CLAIMS)
+    return tuple(run_trial(claim, quick=True, subject=subject) for claim in CLAIMS)
 
 
 def test_model_a_on_a_few_words(short: tuple[Trial, ...]) -> None:
@@ -387,7 +387,7 @@ def test_tokens_are_decoded_by_layer_in_each_arm(short: tuple[Trial, ...], subje
 def test_a_full_run_has_untrained_twins_in_every_arm() -> None:
     """Without attention, and without mixing, twins of random weights gather nothing."""
     with Subject(planted_model("gather by attention only", 3), planted_rows(3, 64)) as subject:
-        verdict = try_claim("tokens-cluster", subject=subject).verdict
+        verdict = run_trial("tokens-cluster", subject=subject).verdict
     labels = ("MLP alone", "no mixing (P = I), MLP off", "values negated, MLP off")
     labels += ("no mixing (P = I), MLPs on", "values negated, MLPs on")
     for label in labels:
@@ -399,7 +399,7 @@ def test_a_full_run_has_untrained_twins_in_every_arm() -> None:
 def test_which_mlps_matter() -> None:
     """In a full run each MLP is left in alone, and left out alone: either one leaves a single step of attention."""
     with Subject(planted_model("gather by attention only", 3), planted_rows(3, 64)) as subject:
-        trial = try_claim("mlp-prevents", subject=subject)
+        trial = run_trial("mlp-prevents", subject=subject)
     assert trial.verdict.ruling is S
     assert trial.data.by_layer.dims == ("prompt", "layer", "layer_is")
     means = trial.data.by_layer.mean("prompt").sel(layer_is="the MLP left out").values

@@ -19,7 +19,7 @@ from scipy.optimize import linprog
 
 from helmscope.claims.experiments import convex_hull, curvature_drift, norm_confines, radial
 from helmscope.claims.registry import TrialCase, registered_case
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.fields.attention import SA
 from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.observe.hull import hull_distance
@@ -33,7 +33,7 @@ SUPPORTED, REFUTED, HELD = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.BY_CONSTRUCT
 
 @cache
 def quick(claim: str) -> Trial:
-    return try_claim(claim, quick=True)
+    return run_trial(claim, quick=True)
 
 
 @cache
@@ -114,7 +114,7 @@ def test_every_condition_holds_and_every_control_comes_out(claim: str) -> None:
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_seeds(claim: str, smaller: pytest.MonkeyPatch) -> None:
     """Another seed gives the same ruling, the same seed the same bytes."""
-    one, again, other = (try_claim(claim, seed=seed, quick=True) for seed in (1, 1, 2))
+    one, again, other = (run_trial(claim, seed=seed, quick=True) for seed in (1, 1, 2))
     assert one.verdict.ruling is other.verdict.ruling is HELD
     assert one.verdict == again.verdict
     assert one.data.identical(again.data)
@@ -412,6 +412,6 @@ def test_a_planted_fault_changes_the_verdict(
     smaller.setattr(module, name, fault)
     if fault is Flipped:
         smaller.setitem(curvature_drift.PROCESSES, "chain", Flipped())
-    verdict = try_claim(claim, quick=True).verdict
+    verdict = run_trial(claim, quick=True).verdict
     assert verdict.ruling is expected
     assert failure in failures(verdict)

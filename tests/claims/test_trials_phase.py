@@ -15,7 +15,7 @@ from helmscope.claims.experiments import histogram_width
 from helmscope.claims.experiments import phase_curve as module
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import TrialCase, registered_case
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.fields.attention import SA
 from helmscope.observe.inner_products import close_pair_share
 from helmscope.solve.integrate import integrate
@@ -40,7 +40,7 @@ def small(monkeypatch):
 
 
 def test_the_claim_is_supported_and_the_control_is_not():
-    trial = try_claim("phase-curve", quick=True)
+    trial = run_trial("phase-curve", quick=True)
     verdict = trial.verdict
     assert verdict.ruling is Ruling.SUPPORTED, verdict.sentence
     assert all(control.as_expected for control in verdict.controls)
@@ -73,13 +73,13 @@ def test_the_interval_is_that_of_the_logarithms():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_another_seed_gives_the_same_ruling(seed):
-    assert try_claim("phase-curve", seed=seed).verdict.ruling is Ruling.SUPPORTED
+    assert run_trial("phase-curve", seed=seed).verdict.ruling is Ruling.SUPPORTED
 
 
 @pytest.mark.usefixtures("small")
 def test_a_curve_that_is_late_is_refuted(monkeypatch):
     monkeypatch.setattr(module, "hitting_time", lambda field, **given: 1.05 * hitting_time(field, **given))
-    verdict = try_claim("phase-curve", quick=True).verdict
+    verdict = run_trial("phase-curve", quick=True).verdict
     assert verdict.conditions[0].ruling is verdict.ruling is Ruling.REFUTED
 
 
@@ -90,7 +90,7 @@ def test_an_error_that_does_not_fall_does_not_support_the_claim(monkeypatch):
     monkeypatch.setattr(TrialCase, "constant", lambda case, name: replaced.get(name, original(case, name)))
     monkeypatch.setattr(TrialCase, "seed_for", lambda case, number: 0)
     monkeypatch.setattr(module, "Uniform", lambda n, dim: Uniform(n, 16_384))
-    error, falling = try_claim("phase-curve", quick=True).verdict.conditions
+    error, falling = run_trial("phase-curve", quick=True).verdict.conditions
     assert error.ruling is Ruling.SUPPORTED
     assert falling.interval.estimate == 1
     assert falling.ruling is Ruling.INCONCLUSIVE  # supported with a closed bound
@@ -104,7 +104,7 @@ def test_the_published_scheme_is_refuted(monkeypatch):
         return integrate(field, x, [0.1 * round(times[0] / 0.1)], stepper=UnprojectedEuler(0.1), events=events)
 
     monkeypatch.setattr(module, "integrate", published)
-    assert try_claim("phase-curve", quick=True).verdict.conditions[0].ruling is Ruling.REFUTED
+    assert run_trial("phase-curve", quick=True).verdict.conditions[0].ruling is Ruling.REFUTED
 
 
 @pytest.mark.parametrize("n", [4, 5, 6])
@@ -149,7 +149,7 @@ def test_starts_in_their_span_have_the_distribution_of_starts_in_all_dimensions(
 
 
 def test_the_width_falls_like_one_over_the_square_root_of_d():
-    trial = try_claim("histogram-width", quick=True)
+    trial = run_trial("histogram-width", quick=True)
     verdict = trial.verdict
     assert verdict.ruling is Ruling.SUPPORTED, verdict.sentence
     assert all(control.as_expected for control in verdict.controls)
@@ -157,14 +157,14 @@ def test_the_width_falls_like_one_over_the_square_root_of_d():
     assert abs(clustered.estimate) < 0.01
     assert at_start.estimate == pytest.approx(-0.5, abs=0.005)
     assert verdict.printed.judgment.value == "true, not sharp"
-    again = try_claim("histogram-width", quick=True)
+    again = run_trial("histogram-width", quick=True)
     assert (again.verdict, again.data.identical(trial.data)) == (verdict, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_another_seed_finds_the_same_width(seed):
-    assert try_claim("histogram-width", seed=seed).verdict.ruling is Ruling.SUPPORTED
+    assert run_trial("histogram-width", seed=seed).verdict.ruling is Ruling.SUPPORTED
 
 
 def test_the_width_is_the_root_mean_square_over_pairs():
@@ -212,4 +212,4 @@ def test_tokens_that_do_not_approach_gamma_refute_the_width(monkeypatch):
             return 0.95 * super().velocity(x, weights)
 
     monkeypatch.setattr(histogram_width, "SA", Slow)
-    assert try_claim("histogram-width", quick=True).verdict.ruling is Ruling.REFUTED
+    assert run_trial("histogram-width", quick=True).verdict.ruling is Ruling.REFUTED

@@ -19,7 +19,7 @@ import torch
 from tests.support.trials import failures, interval, named, rulings, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 
@@ -88,7 +88,7 @@ def test_probe_metric_on_planted_models(monkeypatch, kind, expected):
     set_constants(monkeypatch, "probe-metric", tokens=TOKENS, twin_prompts_quick=4)
     model, texts = pairs(kind)
     with Subject(model, texts) as subject:
-        verdict = try_claim("probe-metric", quick=True, subject=subject).verdict
+        verdict = run_trial("probe-metric", quick=True, subject=subject).verdict
     assert verdict.ruling is expected, verdict.sentence
     assert failures(verdict) <= {"matched ratio"}
     ratio = interval(verdict, "matched ratio")
@@ -125,7 +125,7 @@ def test_key_norm_on_planted_models(monkeypatch, kind, expected):
     set_constants(monkeypatch, "key-norm", tokens=TOKENS, twin_prompts_quick=4)
     model, texts = shaped(kind)
     with Subject(model, texts) as subject:
-        verdict = try_claim("key-norm", quick=True, subject=subject).verdict
+        verdict = run_trial("key-norm", quick=True, subject=subject).verdict
     assert verdict.ruling is expected, verdict.sentence
     assert failures(verdict) <= {"normalized", "blurred"}
     assert rulings(verdict)["normalized"] is expected
@@ -136,7 +136,7 @@ def test_key_norm_where_all_queries_are_equal_has_no_ratio(monkeypatch):
     set_constants(monkeypatch, "key-norm", tokens=TOKENS)
     model, texts = pairs("values cancel")
     with Subject(model, texts) as subject:
-        verdict = try_claim("key-norm", quick=True, subject=subject).verdict
+        verdict = run_trial("key-norm", quick=True, subject=subject).verdict
     assert verdict.ruling is P
     assert "does no damage, so that there is no ratio" in verdict.sentence
 
@@ -160,7 +160,7 @@ def test_qk_metric_on_planted_models(monkeypatch, kind, allowed):
     set_constants(monkeypatch, "qk-metric", tokens=8, twins=2)
     texts = [[k, *range(1, 8)] for k in range(ROWS)]
     with Subject(with_keys(kind), texts) as subject:
-        verdict = try_claim("qk-metric", quick=True, subject=subject).verdict
+        verdict = run_trial("qk-metric", quick=True, subject=subject).verdict
     assert verdict.ruling in allowed, verdict.sentence
     assert failures(verdict) <= {"symmetric share", "above the twins"}
     share = interval(verdict, "symmetric share").estimate
@@ -173,6 +173,6 @@ def test_qk_metric_on_planted_models(monkeypatch, kind, allowed):
 @pytest.mark.parametrize("claim", ["probe-metric", "key-norm"])
 def test_a_bidirectional_model_has_no_next_token(claim):
     with Subject("tied", [[1, 2, 3, 4]] * 2) as subject:
-        verdict = try_claim(claim, quick=True, subject=subject).verdict
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is P
     assert "causal" in verdict.sentence

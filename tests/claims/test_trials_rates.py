@@ -17,7 +17,7 @@ from scipy.integrate import solve_ivp
 from helmscope.claims.experiments import energy_rises, rate
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import TrialCase
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.sphere import retract
@@ -34,7 +34,7 @@ EXPECTED = {"energy-rises": HOLDS, "rate": SUPPORTED}
 
 @functools.cache
 def quick(claim: str) -> Verdict:
-    return try_claim(claim, quick=True).verdict
+    return run_trial(claim, quick=True).verdict
 
 
 class Fast(SA):
@@ -94,7 +94,7 @@ def coarse(h: float) -> Heun:
 def faulty(monkeypatch: pytest.MonkeyPatch, module: ModuleType, claim: str, **faults: object) -> Verdict:
     for name, fault in faults.items():
         monkeypatch.setattr(module, name, fault)
-    return try_claim(claim, quick=True).verdict
+    return run_trial(claim, quick=True).verdict
 
 
 RULINGS = {
@@ -131,7 +131,7 @@ def test_the_verdict_and_every_control_come_out_as_the_theory_says(claim: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", EXPECTED)
 def test_another_seed_and_more_starts_rule_alike(claim: str) -> None:
-    for verdict in (try_claim(claim, seed=1).verdict, try_claim(claim, seed=2, quick=True).verdict):
+    for verdict in (run_trial(claim, seed=1).verdict, run_trial(claim, seed=2, quick=True).verdict):
         assert verdict.ruling is EXPECTED[claim], verdict.sentence
 
 
@@ -162,7 +162,7 @@ def test_a_single_start_that_falls_refutes_the_claim(monkeypatch: pytest.MonkeyP
         return energy
 
     monkeypatch.setattr(energy_rises, "path", one_falls)
-    verdict = try_claim("energy-rises", quick=True).verdict
+    verdict = run_trial("energy-rises", quick=True).verdict
     assert verdict.ruling is REFUTED
     assert failures(verdict) == {"change against the sign"}
 

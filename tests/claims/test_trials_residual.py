@@ -11,7 +11,7 @@ from scipy.integrate import solve_ivp
 
 from helmscope.claims.experiments import residual_flow
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.models.subject import Subject
@@ -21,7 +21,7 @@ from helmscope.types import Ruling
 
 
 def test_orders_of_layer_null_block_and_single_layer() -> None:
-    verdict = try_claim("residual-flow", quick=True).verdict
+    verdict = run_trial("residual-flow", quick=True).verdict
     assert verdict.ruling is Ruling.BY_CONSTRUCTION
     assert verdict.interval.high < 0.05  # distance of the order from 1
     orders = {control.name: control.interval.estimate for control in verdict.controls}
@@ -70,7 +70,7 @@ class LongerLayer(Layer):
 def test_residual_flow_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, fault: type[Layer]) -> None:
     monkeypatch.setattr(residual_flow, "Layer", fault)
     monkeypatch.setattr(residual_flow, "_block", lambda *_: SA(beta=1.0))
-    verdict = try_claim("residual-flow", quick=True).verdict
+    verdict = run_trial("residual-flow", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.REFUTED
     assert verdict.ruling is not Ruling.BY_CONSTRUCTION
 
@@ -83,14 +83,14 @@ class ShortLayer(Layer):
 def test_residual_flow_notices_a_null_that_has_a_step_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual_flow, "Layer", ShortLayer)
     monkeypatch.setattr(residual_flow, "_block", lambda *_: SA(beta=1.0))
-    verdict = try_claim("residual-flow", quick=True).verdict
+    verdict = run_trial("residual-flow", quick=True).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert [control.name for control in verdict.controls if not control.as_expected] == ["without the step h"]
 
 
 def test_residual_flow_notices_a_field_that_is_not_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual_flow, "SA", Fast)  # the flow moves by velocity, the layer adds ambient
-    assert try_claim("residual-flow", quick=True).verdict.conditions[0].ruling is Ruling.REFUTED
+    assert run_trial("residual-flow", quick=True).verdict.conditions[0].ruling is Ruling.REFUTED
 
 
 # on a model
@@ -120,12 +120,12 @@ def test_the_defect_is_that_of_the_modules_themselves() -> None:
 
 
 def test_layers_of_a_model_are_not_small_steps() -> None:
-    verdict = try_claim("residual-flow", quick=True, subject=Subject("A")).verdict
+    verdict = run_trial("residual-flow", quick=True, subject=Subject("A")).verdict
     assert verdict.ruling is Ruling.REFUTED
     assert verdict.interval.low > 0.5  # at the first half-step
     assert [control.ruling for control in verdict.controls] == [Ruling.IMPOSSIBLE, Ruling.SUPPORTED]
 
 
 def test_a_post_norm_model_cannot_be_taken_in_halves() -> None:
-    verdict = try_claim("residual-flow", quick=True, subject=Subject("tied")).verdict
+    verdict = run_trial("residual-flow", quick=True, subject=Subject("tied")).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE

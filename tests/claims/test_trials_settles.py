@@ -11,7 +11,7 @@ import torch
 
 from helmscope.claims.experiments import settles
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.geometry.sphere import retract
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
@@ -20,7 +20,7 @@ from support.trials import named
 
 @functools.cache
 def trial() -> Trial:
-    return try_claim("settles", quick=True)
+    return run_trial("settles", quick=True)
 
 
 def test_the_simulated_flow_settles_at_one_point() -> None:
@@ -59,7 +59,7 @@ def test_the_slope_is_that_of_the_second_half() -> None:
 def test_a_chaotic_token_refutes_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token whose azimuth doubles at every step has a positive exponent."""
     monkeypatch.setattr(settles, "_frozen_step", lambda others, beta: _expand)
-    verdict = try_claim("settles", quick=True).verdict
+    verdict = run_trial("settles", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.REFUTED
     assert verdict.ruling is Ruling.REFUTED
 
@@ -72,7 +72,7 @@ def _expand(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_that_is_not_tied_cannot_be_looped_on() -> None:
-    verdict = try_claim("settles", quick=True, subject=Subject("A")).verdict
+    verdict = run_trial("settles", quick=True, subject=Subject("A")).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE
 
 
@@ -92,7 +92,7 @@ def test_a_looped_model_against_plain_angles() -> None:
 @pytest.mark.slow
 def test_on_the_tied_model_blocks_that_write_nothing_settle_too() -> None:
     """Post-norm blocks apply their norms even if they write nothing, so that the trial decides nothing there."""
-    verdict = try_claim("settles", quick=True, subject=Subject("tied")).verdict
+    verdict = run_trial("settles", quick=True, subject=Subject("tied")).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert all(condition.ruling is Ruling.SUPPORTED for condition in verdict.conditions)
     (control,) = verdict.controls

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from helmscope.claims.experiments.sinks_are_anchors import Sinks
 from helmscope.claims.rank_correlation import jackknife_values
 from helmscope.claims.registry import registered_case
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.observe.sinks import TokenValues
 from helmscope.stats.replicates import halves
@@ -66,12 +66,13 @@ def planted(kind: str) -> GPT2LMHeadModel:
 def test_planted_sinks_get_the_right_rulings(monkeypatch, kind, ruling):
     set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_query=2, twins=2)
     with Subject(planted(kind), ROWS) as subject:
-        verdict = try_claim("sinks-are-anchors", quick=True, subject=subject).verdict
+        verdict = run_trial("sinks-are-anchors", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling
     assert failures(verdict) <= {"cosine", "centered R^2"}  # all controls hold
     if kind == "constant":  # all that is retrieved from the sink is its mean
         by_mean, by_zero = (
-            interval(verdict, f"damage, divergence of the next-token law, sinks {edit}") for edit in ("mean", "zero")
+            interval(verdict, f"damage, KL divergence of the next-token distribution, sinks {edit}")
+            for edit in ("mean", "zero")
         )
         assert by_mean.high < 0.05 * by_zero.low
     if kind == "none":
@@ -111,7 +112,7 @@ def mean_over_pairs(units, kept):
 def test_tokens_with_which_all_texts_begin_are_removed_and_their_value_is_constant_by_construction(monkeypatch):
     set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_query=2, twins=2)
     with Subject(planted("its token"), [[7, *row[:-1]] for row in ROWS]) as subject:
-        verdict = try_claim("sinks-are-anchors", quick=True, subject=subject).verdict
+        verdict = run_trial("sinks-are-anchors", quick=True, subject=subject).verdict
     assert verdict.ruling is R
     assert "without the first token, which all share" in verdict.setting
     assert interval(verdict, "cosine, with the first tokens that all prompts share: 1 by construction").low > 1 - 1e-6
@@ -120,13 +121,13 @@ def test_tokens_with_which_all_texts_begin_are_removed_and_their_value_is_consta
 def test_a_learned_sink_is_missing_mass():
     rows = inputs_of("gpt_oss", batch=40, n=64).tolist()
     with Subject(tiny_model("gpt_oss"), rows) as subject:
-        verdict = try_claim("sinks-are-anchors", quick=True, subject=subject).verdict
+        verdict = run_trial("sinks-are-anchors", quick=True, subject=subject).verdict
     assert verdict.ruling is IMPOSSIBLE
     assert "of the mass to a learned sink outside the tokens, which has no value" in verdict.sentence
 
 
 def test_an_encoder_has_no_such_sink():
     with Subject(tiny_model("bert"), inputs_of("bert", batch=4).tolist()) as subject:
-        verdict = try_claim("sinks-are-anchors", quick=True, subject=subject).verdict
+        verdict = run_trial("sinks-are-anchors", quick=True, subject=subject).verdict
     assert verdict.ruling is IMPOSSIBLE
     assert "needs attention that is causal" in verdict.sentence

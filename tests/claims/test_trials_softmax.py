@@ -12,7 +12,7 @@ from scipy import stats
 
 from helmscope.claims.experiments import stable_softmax as module
 from helmscope.claims.registry import TrialCase
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.types import Ruling
 
 F64 = torch.float64
@@ -21,7 +21,7 @@ SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCO
 
 @functools.cache
 def quick() -> Trial:
-    return try_claim("stable-softmax", quick=True)
+    return run_trial("stable-softmax", quick=True)
 
 
 def test_the_claim_is_supported_and_every_control_comes_out_as_expected() -> None:
@@ -40,11 +40,11 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_expected() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_another_seed_rules_alike(seed: int) -> None:
-    assert try_claim("stable-softmax", seed=seed).verdict.ruling is SUPPORTED
+    assert run_trial("stable-softmax", seed=seed).verdict.ruling is SUPPORTED
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
-    assert try_claim("stable-softmax", quick=True).data.identical(quick().data)
+    assert run_trial("stable-softmax", quick=True).data.identical(quick().data)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
@@ -89,7 +89,7 @@ def test_a_softmax_that_does_not_saturate_refutes_the_claim(monkeypatch: pytest.
     """Logits clipped to [-1, 1] keep their gradients without the factor."""
     original = module.jacobian_norm
     monkeypatch.setattr(module, "jacobian_norm", lambda logits: original(logits.clamp(-1, 1)))
-    verdict = try_claim("stable-softmax", quick=True).verdict
+    verdict = run_trial("stable-softmax", quick=True).verdict
     assert verdict.conditions[1].ruling is REFUTED
     assert verdict.ruling is INCONCLUSIVE  # the control with two keys fails as well
 
@@ -102,4 +102,4 @@ def test_a_factor_that_is_too_weak_refutes_the_claim(monkeypatch: pytest.MonkeyP
         return dim**0.5 * original(case, seeds, queries, keys, dim, stream=stream)
 
     monkeypatch.setattr(module, "dot_products", longer)
-    assert try_claim("stable-softmax", quick=True).verdict.conditions[0].ruling is REFUTED
+    assert run_trial("stable-softmax", quick=True).verdict.conditions[0].ruling is REFUTED

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from helmscope.claims.experiments import stability
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.types import Ruling
 
 
 def test_flows_stay_within_the_bound() -> None:
-    verdict = try_claim("stability", quick=True).verdict
+    verdict = run_trial("stability", quick=True).verdict
     assert verdict.ruling is Ruling.BY_CONSTRUCTION
     assert all(control.as_expected for control in verdict.controls)
     sharpness = verdict.conditions[1].interval
@@ -19,7 +19,7 @@ def test_flows_stay_within_the_bound() -> None:
 
 
 def test_a_start_near_the_worst_case_attains_the_bound_and_exceeds_half_of_it() -> None:
-    verdict = try_claim("stability", quick=True).verdict
+    verdict = run_trial("stability", quick=True).verdict
     controls = {control.name: control for control in verdict.controls}
     assert controls["attention near the worst case"].ruling is Ruling.BY_CONSTRUCTION
     assert controls["attention near the worst case, L halved"].ruling is Ruling.REFUTED
@@ -31,12 +31,12 @@ def test_half_of_the_rate_at_beta_0_changes_the_verdict(monkeypatch: pytest.Monk
     """Random starts alone would not show it."""
     right = stability.w2_growth_bound
     monkeypatch.setattr(stability, "w2_growth_bound", lambda *, beta: right(beta=beta) * (0.55 if beta == 0 else 1))
-    verdict = try_claim("stability", quick=True).verdict
+    verdict = run_trial("stability", quick=True).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert verdict.conditions[0].ruling is Ruling.BY_CONSTRUCTION
 
 
 def test_a_bound_that_is_too_small_is_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stability, "w2_growth_bound", lambda *, beta: 0.05)
-    verdict = try_claim("stability", quick=True).verdict
+    verdict = run_trial("stability", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.REFUTED

@@ -16,7 +16,7 @@ import torch
 from tests.support.trials import failures, interval, named, rulings, set_constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Judgment, Ruling
 
@@ -101,7 +101,7 @@ def subspace_model(share: float) -> GPT2LMHeadModel:
 def test_planted_attention_is_unstable_at_the_frequencies_that_it_keeps(monkeypatch, kind, ruling):
     set_constants(monkeypatch, "sharp-unstable", tokens=TOKENS, twins=2)
     with Subject(neighbors_model(kind), ROWS) as subject:
-        verdict = try_claim("sharp-unstable", quick=True, subject=subject).verdict
+        verdict = run_trial("sharp-unstable", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling, verdict.sentence
     assert failures(verdict) <= {"damage ratio"}  # all controls hold
     assert rulings(verdict)["temperature"] is Ruling.DESCRIBED
@@ -116,7 +116,7 @@ def test_planted_attention_is_unstable_at_the_frequencies_that_it_keeps(monkeypa
 def test_a_planted_projection_is_found_and_an_expansion_is_not(monkeypatch, share, ruling, printed):
     set_constants(monkeypatch, "mlp-projects", tokens=TOKENS, twins=2)
     with Subject(subspace_model(share), ROWS) as subject:
-        verdict = try_claim("mlp-projects", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-projects", quick=True, subject=subject).verdict
     assert verdict.ruling is ruling, verdict.sentence
     assert failures(verdict) <= {"growth ratio"}
     assert verdict.printed.measured is printed
@@ -128,7 +128,7 @@ def test_a_planted_projection_is_found_and_an_expansion_is_not(monkeypatch, shar
 
 def test_models_without_the_premise_are_not_decided():
     with Subject(silent_model(16, heads=1), ROWS) as subject:
-        verdict = try_claim("mlp-projects", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-projects", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE  # texts of 12 tokens
     assert "The claim needs 32 different texts of at least 64 tokens" in verdict.sentence
 
@@ -136,5 +136,5 @@ def test_models_without_the_premise_are_not_decided():
 def test_mlps_that_write_nothing_have_no_premise(monkeypatch):
     set_constants(monkeypatch, "mlp-projects", tokens=TOKENS, twins=2)
     with Subject(silent_model(32, heads=1), ROWS) as subject:
-        verdict = try_claim("mlp-projects", quick=True, subject=subject).verdict
+        verdict = run_trial("mlp-projects", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE

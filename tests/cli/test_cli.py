@@ -299,7 +299,7 @@ REFUSED = {
 }
 
 
-def check_refusal(code: object, out: str, err: str, sentence: str) -> None:
+def check_unsupported(code: object, out: str, err: str, sentence: str) -> None:
     assert code == 2
     assert out == ""
     assert len(err.splitlines()) == 1
@@ -310,7 +310,7 @@ def check_refusal(code: object, out: str, err: str, sentence: str) -> None:
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
-    check_refusal(*helmscope("simulate", *SMALL, *words.split(), "--out", "run"), REFUSED[words])
+    check_unsupported(*helmscope("simulate", *SMALL, *words.split(), "--out", "run"), REFUSED[words])
     assert os.listdir(tmp_path) == []
     helmscope("simulate", *SMALL, *words.split())  # nor runs/simulate-DATE-TIME
     assert os.listdir(tmp_path) == []
@@ -318,15 +318,15 @@ def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
 
 @pytest.mark.parametrize("words", ["--beta x", "--n 2.5", "--nosuch 1", "--beta", "extra"])
 def test_parser_errors_have_the_same_form(helmscope, tmp_path, words):
-    check_refusal(*helmscope("simulate", *words.split()), words.split()[0])
-    check_refusal(*helmscope("simulat"), "simulat")
+    check_unsupported(*helmscope("simulate", *words.split()), words.split()[0])
+    check_unsupported(*helmscope("simulat"), "simulat")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_with_files_is_rejected_and_unchanged(helmscope, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine")
-    check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run already holds 'thesis.tex'")
+    check_unsupported(*helmscope("simulate", *SMALL, "--out", "run"), "run already holds 'thesis.tex'")
     assert os.listdir(tmp_path / "run") == ["thesis.tex"]
     (tmp_path / "empty").mkdir()
     assert helmscope("simulate", *SMALL, "--out", "empty")[0] == 0
@@ -334,14 +334,14 @@ def test_a_folder_with_files_is_rejected_and_unchanged(helmscope, tmp_path):
 
 def test_a_file_instead_of_a_folder_is_rejected(helmscope, tmp_path):
     (tmp_path / "run").write_text("mine")
-    check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run")
-    check_refusal(*helmscope("simulate", *SMALL, "--out", "run/below"), "run/below")
+    check_unsupported(*helmscope("simulate", *SMALL, "--out", "run"), "run")
+    check_unsupported(*helmscope("simulate", *SMALL, "--out", "run/below"), "run/below")
     assert (tmp_path / "run").read_text() == "mine"
 
 
 def test_the_installed_command_rejects_bad_input_too(tmp_path):
     refused = process("simulate", "--beta", "-1", folder=tmp_path)
-    check_refusal(
+    check_unsupported(
         refused.returncode, refused.stdout, refused.stderr, "beta is -1.0, but it must be a finite number >= 0"
     )
     assert os.listdir(tmp_path) == []

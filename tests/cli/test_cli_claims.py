@@ -193,7 +193,7 @@ def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monke
     brief["gather.py"] = brief["gather.py"].replace(old, new).replace("batch=128", "batch=8")
     write_claim(tmp_path / "order", brief)
     with pytest.raises(hs.HelmscopeError) as raised:
-        hs.try_claim("tokens-gather", folder="order")
+        hs.run_trial("tokens-gather", folder="order")
     assert str(raised.value).startswith(sentence)
     assert "\n" not in str(raised.value)
 

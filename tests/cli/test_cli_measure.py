@@ -148,7 +148,7 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
     module = importlib.import_module("helmscope.observe.measure")
     monkeypatch.setattr(module, "depth_steps", fails)
     monkeypatch.setattr(module, "measurement_names", lambda: ("arc_length", "depth_steps"))
-    monkeypatch.setattr(module, "refusals", lambda system: {"arc_length": None, "depth_steps": None})
+    monkeypatch.setattr(module, "unsupported_measurements", lambda system: {"arc_length": None, "depth_steps": None})
     code, out, _ = helmscope(*SMALL, "--json")
     assert code == 0
     report = json.loads(out)
@@ -185,7 +185,7 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
 
 
 def test_every_measurement_has_a_table(helmscope, tmp_path):
-    names = ["arc_length", "attention_noise", "mlp_weights", "map_entropy"]
+    names = ["arc_length", "attention_noise", "mlp_weights", "mlp_entropy_change"]
     code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]

@@ -175,11 +175,11 @@ def test_report_uses_the_held_back_texts_and_claims_test_does_not() -> None:
     from helmscope.jobs import ReportSpec, TrialsSpec
 
     trials, report = (trial_subjects(kind(models=["A"])).subjects[0] for kind in (TrialsSpec, ReportSpec))
-    assert (TrialsSpec().held_back, ReportSpec().held_back) == (False, True)
+    assert (TrialsSpec().held_out, ReportSpec().held_out) == (False, True)
     assert trials == Subject("A")
-    assert report == Subject("A").held_back()
+    assert report == Subject("A").held_out()
     assert not set(trials.texts) & set(report.texts)
-    assert trial_subjects(TrialsSpec(models=["A"], held_back=True)).subjects == (report,)
+    assert trial_subjects(TrialsSpec(models=["A"], held_out=True)).subjects == (report,)
 
 
 def test_texts_one_per_line(helmscope, tmp_path):

@@ -191,7 +191,7 @@ def test_torch_func(gated):
 # ---- refusals
 
 
-def refusal(call):
+def unsupported_reason(call):
     with pytest.raises(HelmscopeError) as caught:
         call()
     message = str(caught.value)
@@ -230,14 +230,14 @@ def refusal(call):
     ],
 )
 def test_bad_parameters(gated, name, value, words):
-    message = refusal(lambda: (GatedMLP if gated else MLP)(**{**tensors(4, 3, gated), name: value}))
+    message = unsupported_reason(lambda: (GatedMLP if gated else MLP)(**{**tensors(4, 3, gated), name: value}))
     assert all(word in message for word in (name, *words)), message
 
 
 @GATED
 @pytest.mark.parametrize("activation", [torch.relu, torch.nn.GELU(), GELU, "gelu", None, math.sin, MODULE])
 def test_bad_activation(gated, activation):
-    message = refusal(lambda: (GatedMLP if gated else MLP)(**tensors(4, 3, gated), activation=activation))
+    message = unsupported_reason(lambda: (GatedMLP if gated else MLP)(**tensors(4, 3, gated), activation=activation))
     shown = getattr(activation, "__name__", " ".join(repr(activation).split()))
     names = [*oracles.ACTIVATIONS, "subclass of Activation"]
     assert all(word in message for word in (f"activation is {shown}", *names)), message
@@ -247,7 +247,7 @@ def test_an_object_as_activation_is_named_by_its_class():
     class Wave:
         pass
 
-    assert "activation is a Wave, but" in refusal(lambda: MLP(**tensors(4, 3, False), activation=Wave()))
+    assert "activation is a Wave, but" in unsupported_reason(lambda: MLP(**tensors(4, 3, False), activation=Wave()))
 
 
 @pytest.mark.parametrize(
@@ -264,19 +264,19 @@ def test_an_object_as_activation_is_named_by_its_class():
 )
 @GATED
 def test_bad_points(gated, x, words):
-    message = refusal(lambda: drawn(4, 3, gated)(x))
+    message = unsupported_reason(lambda: drawn(4, 3, gated)(x))
     assert all(word in message for word in ("x ", *words)), message
 
 
 def test_bad_size_for_the_solver():
-    message = refusal(lambda: drawn(4, 3, gated=False).check_size(torch.ones(2, 5, 4)))
+    message = unsupported_reason(lambda: drawn(4, 3, gated=False).check_size(torch.ones(2, 5, 4)))
     assert "(2, 5, 4)" in message
     assert "(..., 3)" in message
 
 
 def test_a_force_that_overflows_is_refused():
     mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2), activation=SquaredReLU())
-    message = refusal(lambda: mlp(torch.tensor([1e30, 0.0])))
+    message = unsupported_reason(lambda: mlp(torch.tensor([1e30, 0.0])))
     assert "1e+30" in message
     assert "torch.float32" in message
     assert torch.equal(mlp(torch.tensor([2.0**100, 0.0], dtype=F64)), torch.tensor([2.0**200, 0.0], dtype=F64))

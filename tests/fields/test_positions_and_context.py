@@ -216,7 +216,7 @@ def test_a_second_cloud_has_its_gradient(kernel):
 
 def test_flash_takes_one_cloud():
     x = torch.zeros(4, 3)
-    assert Flash().refusal(Request(x, x[:2], x[:2])) == "it takes queries and keys of one cloud"
+    assert Flash().unsupported_reason(Request(x, x[:2], x[:2])) == "it takes queries and keys of one cloud"
 
 
 # One field per layer: scales, maps, and a field behind its method -----------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import helmscope as hs
 from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import one_thread
-from helmscope.observe.map_entropy import sphere_map
+from helmscope.observe.mlp_entropy_change import sphere_map
 
 SIZE = 160  # the smallest batched matrices at which MKL fails have about 150 rows
 MATRICES = torch.randn(8, SIZE, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

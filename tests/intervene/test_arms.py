@@ -98,7 +98,7 @@ def test_arms_of_a_agree_with_plain_torch(model_a, arm):
 
 
 def test_attention_alone_at_the_radius_of_the_whole_model(model_a):
-    arm = Arm(mlp=False, whole_radius=True)
+    arm = Arm(mlp=False, radius_of_whole_model=True)
     found = model_a.under(*arm.edits(model_a))
     n = lengths(model_a)[0]
     radius = model_a.trajectory.radius[:, 0]
@@ -112,7 +112,7 @@ def test_attention_alone_at_the_radius_of_the_whole_model(model_a):
 
 
 def test_the_whole_model_at_its_own_radius_is_the_whole_model(model_a):
-    found = model_a.under(*Arm(whole_radius=True).edits(model_a))
+    found = model_a.under(*Arm(radius_of_whole_model=True).edits(model_a))
     assert torch.allclose(found.trajectory.states, model_a.trajectory.states, atol=1e-12)
 
 
@@ -209,7 +209,7 @@ def test_mlps_left_in_and_out():
         (lambda: Arm(mlp="on"), "mlp is 'on'"),
         (lambda: Arm(mlp=3), "mlp is 3"),
         (lambda: Arm(mlp=[-1]), "mlp is"),
-        (lambda: Arm(whole_radius=1), "whole_radius is 1"),
+        (lambda: Arm(radius_of_whole_model=1), "radius_of_whole_model is 1"),
         (lambda: Arm(mlp=False).edits("A"), "recording is a str"),
         (lambda: without_one_mlp([0]), "layers holds 1 layer"),
         (lambda: only_one_mlp([]), "layers is"),

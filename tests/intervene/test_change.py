@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helmscope.intervene.attention import AblateHead, MaskKeys, Perturb, ReplaceWeights
+from helmscope.intervene.attention import AblateHead, MaskKeys, Perturb, ReplaceKernel
 from helmscope.intervene.change import edited, with_parameters
 from helmscope.intervene.states import Ablate, Add, Patch, Replace
 from helmscope.models.keep import KeptTensors
@@ -75,7 +75,7 @@ def test_edits_that_put_back_the_same_values_change_nothing(case):
             assert (again.logits() - plain).abs().max() <= 2e-6 * size, (site, layer)
     assert torch.equal(recording.under(Add(site=Site.MLP, value=0.0)).logits(), plain) or family == "granite"
     if recording.anatomy.tapped:
-        assert (recording.under(ReplaceWeights()).logits() - plain).abs().max() <= 2e-6 * size
+        assert (recording.under(ReplaceKernel()).logits() - plain).abs().max() <= 2e-6 * size
         assert torch.equal(recording.under(Perturb(sigma=0.0)).logits(), plain)
         no_keys = torch.zeros(3, 13, dtype=torch.bool)
         assert torch.equal(recording.under(MaskKeys(keys=no_keys)).logits(), plain)
@@ -206,7 +206,7 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
         (lambda r: AblateHead([0]), r"heads is \(\), but it must be a whole number"),
         (lambda r: AblateHead([0], heads=7), "heads holds 7, but layer 0 has heads 0 to 3"),
         (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
-        (lambda r: ReplaceWeights(function=3), "function is 3, but it must be a function"),
+        (lambda r: ReplaceKernel(function=3), "function is 3, but it must be a function"),
         (lambda r: Perturb(seed="a"), "seed is 'a'"),
         (lambda r: Perturb(seed=1.5), "seed is 1.5"),
         (lambda r: Perturb([1.0]), r"layers is \[1.0\], but it must be a whole number >= 0 or a list of them"),
@@ -385,7 +385,7 @@ def test_the_repr_of_an_edit_is_one_line():
     for change, shown in [
         (Ablate(), "Ablate()"),
         (Ablate([3], site=Site.INPUT), "Ablate(layers=[3], site=Site.INPUT)"),
-        (ReplaceWeights([0], function=outputs), "ReplaceWeights(layers=[0], function=outputs)"),
+        (ReplaceKernel([0], function=outputs), "ReplaceKernel(layers=[0], function=outputs)"),
         (Perturb(site=Site.KEY, sigma=0.5, seed=7), "Perturb(site=Site.KEY, sigma=0.5, seed=7)"),
         (AblateHead([2], heads=[0, 5]), "AblateHead(layers=[2], heads=[0, 5])"),
     ]:
@@ -398,7 +398,7 @@ def test_the_repr_of_an_edit_is_one_line():
 
 def test_writes_of_an_edited_run_are_kept(case):
     _, _, recording = case
-    off = recording.under(Ablate([0], site=Site.ATTENTION), keep=KeptTensors.WRITES | KeptTensors.WEIGHTS)
+    off = recording.under(Ablate([0], site=Site.ATTENTION), keep=KeptTensors.WRITES | KeptTensors.KERNELS)
     assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
     assert off.kept["attention write"][0].abs().max() == 0
     wanted = recording.under(Replace([2], site=Site.MLP, value=off.kept["mlp write"][2])).logits()

@@ -81,7 +81,7 @@ def test_weights_mask_and_heads_by_hand():
     model = tiny_model("gpt2")
     recording = record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.VALUES)
     even = torch.ones(13, 13).tril() / torch.arange(1, 14).unsqueeze(-1)
-    changed = recording.under(Edit(Site.WEIGHTS, [0], lambda weights: even.expand_as(weights)))
+    changed = recording.under(Edit(Site.KERNEL, [0], lambda weights: even.expand_as(weights)))
     assert torch.equal(changed.kernel(layer=0), even.expand(3, 4, 13, 13))
     read = (even @ recording.kept["value"][0]).transpose(1, 2)
     same = recording.under(Edit(Site.HEADS, [0], lambda heads: read))
@@ -98,7 +98,7 @@ def test_weights_mask_and_heads_by_hand():
 def test_a_function_that_returns_none_changes_nothing():
     recording = record(tiny_model("llama"), inputs_of("llama"))
     for site in Site:
-        if site not in (Site.READ, Site.CLOSE) and site not in OF_CROSS:
+        if site not in (Site.READ, Site.BEFORE_OUTPUT_NORM) and site not in OF_CROSS:
             assert torch.equal(recording.under(Edit(site, None, lambda value: None)).logits(), recording.logits())
 
 
@@ -197,11 +197,11 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
             lambda: Edit(Site.MLP, None, lambda a: a[:, :2]),
             r"returns \(3, 2, 32\) at Site.MLP, but it must return a tensor",
         ),
-        (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"returns \(4, 13, 13\) at Site.WEIGHTS"),
+        (lambda: Edit(Site.KERNEL, None, lambda a: a[0]), r"returns \(4, 13, 13\) at Site.KERNEL"),
         (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"returns \(1, 13, 13\) at Site.MASK"),
         (
-            lambda: hs.intervene.Perturb(site=Site.WEIGHTS, sigma=1.0),
-            "site is <Site.WEIGHTS.*, but Perturb must be at one of",
+            lambda: hs.intervene.Perturb(site=Site.KERNEL, sigma=1.0),
+            "site is <Site.KERNEL.*, but Perturb must be at one of",
         ),
         (lambda: hs.intervene.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace must be at one of Site.INPUT"),
     ],
@@ -225,7 +225,7 @@ def reads_no_key(value):
     [
         (Edit(Site.MLP, [1], divides_by_zero), "MLP in layer 1: ZeroDivisionError: .*division", ZeroDivisionError),
         (Edit(Site.MLP, [2], reads_no_key), "MLP in layer 2: KeyError: 'missing'", KeyError),
-        (hs.intervene.ReplaceWeights([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
+        (hs.intervene.ReplaceKernel([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
     ],
 )
 def test_an_error_in_the_function_of_an_edit_is_reported_as_one(edit, words, cause):
@@ -259,7 +259,7 @@ def test_heads_are_checked_before_the_forward_starts():
 
 def test_attention_outside_the_registry_cannot_be_edited():
     recording = record(tiny_model("bloom"), inputs_of("bloom"))
-    for site in (Site.QUERY, Site.KEY, Site.VALUE, Site.MASK, Site.WEIGHTS, Site.HEADS):
+    for site in (Site.QUERY, Site.KEY, Site.VALUE, Site.MASK, Site.KERNEL, Site.HEADS):
         with pytest.raises(HelmscopeError, match=f"site of Edit is {site}, but the family of Bloom"):
             recording.under(Edit(site, None, torch.clone))
 
@@ -277,12 +277,12 @@ def finite_difference(function, x, direction, step=1e-3):
 
 
 @pytest.mark.parametrize(
-    "site", [Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT, Site.QUERY, Site.VALUE, Site.WEIGHTS]
+    "site", [Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT, Site.QUERY, Site.VALUE, Site.KERNEL]
 )
 def test_gradients_with_respect_to_what_an_edit_adds(site):
     recording = record(tiny_model("gpt2", dtype=torch.float64), inputs_of("gpt2"), batch_size=2)
     generator = torch.Generator().manual_seed(0)
-    size = {Site.QUERY: 8, Site.VALUE: 8, Site.WEIGHTS: 13}.get(site, 32)
+    size = {Site.QUERY: 8, Site.VALUE: 8, Site.KERNEL: 13}.get(site, 32)
     at, direction = (torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(2))
     at = (0.1 * at).requires_grad_()
     direction = 30 * direction if site is Site.QUERY else direction  # the logits of a tiny model hardly depend on it

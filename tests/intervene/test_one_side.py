@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.intervene import Ablate, Blur, Gauge, Normalize, ShiftKeys, matched_sides
+from helmscope.intervene import Ablate, Blur, GaugeTransform, Normalize, ShiftKeys, matched_sides
 from helmscope.models import KeptTensors, record
 from helmscope.models.watch import EditContext, Site
 from helmscope.observe import damage_under_edits
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
-QK = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.WEIGHTS
+QK = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.KERNELS
 # transformers computes the softmax of LLaMA in float32, also in a model in float64
 ROUNDING = {"gpt2": 1e-12, "llama": 1e-6}
 
@@ -97,7 +97,7 @@ def test_the_ratio_ignores_a_gauge_and_a_shift_of_the_keys():
         return damage_under_edits(edited, {"queries": queries, "keys": keys}).kl.values
 
     plain = damages(recording)
-    for edit in (Gauge(factor=2), ShiftKeys(vector=vector)):
+    for edit in (GaugeTransform(factor=2), ShiftKeys(vector=vector)):
         assert np.abs(damages(recording.under(edit)) / plain - 1).max() < 1e-8, edit
     raw = [Normalize.of(each, site=Site.KEY) for each in (recording, recording.under(ShiftKeys(vector=vector)))]
     kl = [
@@ -108,7 +108,7 @@ def test_the_ratio_ignores_a_gauge_and_a_shift_of_the_keys():
 
 
 def test_where_one_side_moves_nothing_neither_does():
-    recording = recorded("gpt2").under(Gauge(factor=1.0))
+    recording = recorded("gpt2").under(GaugeTransform(factor=1.0))
     queries, keys = matched_sides(recording, Blur(site=Site.QUERY, kernel=[1.0]), Blur(site=Site.KEY))
     assert queries.strength.abs().max() == 0
     assert keys.strength.abs().max() == 0

@@ -1,17 +1,17 @@
-"""Gauge, shifts of keys, centred key noise and matched query noise: exact invariances and sums by loops."""
+"""GaugeTransform, shifts of keys, centred key noise and matched query noise: exact invariances and sums by loops."""
 
 import numpy as np
 import pytest
 import torch
 
-from helmscope.intervene import CenteredKeyNoise, Edit, Gauge, MatchedQueryNoise, Perturb, ShiftKeys
+from helmscope.intervene import CenteredKeyNoise, Edit, GaugeTransform, MatchedQueryNoise, Perturb, ShiftKeys
 from helmscope.models import KeptTensors, record
 from helmscope.models.watch import EditContext, Site
 from helmscope.observe import damage_under_edits, key_noise_kl, query_noise_kl
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
-QK = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.WEIGHTS
+QK = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.KERNELS
 # transformers computes the softmax of LLaMA in float32, also in a model in float64
 ROUNDING = {"gpt2": 1e-12, "llama": 1e-6}
 
@@ -33,8 +33,8 @@ def recorded(family, dtype=torch.float32, **options):
 def test_a_gauge_of_two_keeps_every_bit():
     for recording in (recorded("gpt2"), recorded("llama"), record("A", ["Once upon a time, there was a cat."])):
         plain = recording.logits()
-        assert torch.equal(recording.under(Gauge(factor=2)).logits(), plain)
-        assert torch.equal(recording.under(Gauge([1], factor=0.25)).logits(), plain)
+        assert torch.equal(recording.under(GaugeTransform(factor=2)).logits(), plain)
+        assert torch.equal(recording.under(GaugeTransform([1], factor=0.25)).logits(), plain)
         # each half alone is not a gauge
         assert not torch.equal(recording.under(Edit(Site.QUERY, None, lambda q: 2 * q)).logits(), plain)
 
@@ -49,8 +49,8 @@ def test_the_ratio_in_another_gauge_is_that_of_rescaled_noise(c):
     damage = damage_under_edits(
         recording,
         {
-            "key, gauge": [Gauge(factor=c), noise(Site.KEY, sigma)],
-            "query, gauge": [Gauge(factor=c), noise(Site.QUERY, sigma)],
+            "key, gauge": [GaugeTransform(factor=c), noise(Site.KEY, sigma)],
+            "query, gauge": [GaugeTransform(factor=c), noise(Site.QUERY, sigma)],
             "key": noise(Site.KEY, c * sigma),
             "query": noise(Site.QUERY, sigma / c),
             "key, same": noise(Site.KEY, sigma),
@@ -194,11 +194,11 @@ def test_padding_does_not_count_in_the_size_of_centred_keys():
 def test_refusals():
     recording = recorded("gpt2")
     with pytest.raises(HelmscopeError, match="factor is 0, but it must be a finite number > 0"):
-        Gauge(factor=0)
+        GaugeTransform(factor=0)
     with pytest.raises(HelmscopeError, match="relative is -1, but it must be a finite number >= 0"):
         CenteredKeyNoise(relative=-1)
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to"):
-        recording.under(Gauge([7], factor=2))
+        recording.under(GaugeTransform([7], factor=2))
     with pytest.raises(HelmscopeError, match=r"vector is a NoneType, but it must be a float tensor \(r\)"):
         recording.under(ShiftKeys())
     with pytest.raises(HelmscopeError, match=r"vector has shape \(3,\), but for the keys of layer 0 it must be"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helmscope.intervene import CenteredKeyNoise, Edit, Gauge, MaskKeys, MatchedQueryNoise, Perturb, SideBySide
+from helmscope.intervene import CenteredKeyNoise, Edit, GaugeTransform, MaskKeys, MatchedQueryNoise, Perturb, SideBySide
 from helmscope.models import record
 from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError
@@ -24,7 +24,7 @@ def test_each_list_acts_on_its_own_copy():
     lists = [
         [],
         [Perturb(site=Site.KEY, sigma=0.5, seed=1)],
-        [Gauge(factor=3), Perturb([1], site=Site.QUERY, relative=0.5, seed=2)],
+        [GaugeTransform(factor=3), Perturb([1], site=Site.QUERY, relative=0.5, seed=2)],
         [CenteredKeyNoise(relative=0.5, seed=1)],
         [MatchedQueryNoise.of(recording, relative=0.5, seed=1)],
         [Edit(Site.MLP, [0], lambda write: 2 * write)],
@@ -40,7 +40,7 @@ def test_each_list_acts_on_its_own_copy():
 
 
 def test_edits_of_the_runner_come_first():
-    recording = padded().under(Gauge(factor=2))
+    recording = padded().under(GaugeTransform(factor=2))
     noise = [Perturb(site=Site.KEY, sigma=0.5, seed=1)]
     found = SideBySide.runner(recording.runner, slice(0, 3), [noise]).outputs()
     assert (found - recording.runner.under(*noise).outputs()).abs().max() < 1e-12
@@ -51,4 +51,4 @@ def test_refusals():
     with pytest.raises(HelmscopeError, match="lists is empty, but it must hold at least one list of edits"):
         SideBySide.runner(runner, slice(0, 1), [])
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to 2"):
-        SideBySide.runner(runner, slice(0, 1), [[], [Gauge([7], factor=2)]])
+        SideBySide.runner(runner, slice(0, 1), [[], [GaugeTransform([7], factor=2)]])

@@ -94,7 +94,7 @@ def test_the_result_of_a_phase_diagram(tmp_path):
 def test_the_results_of_trials_and_a_report(tmp_path):
     result = hs.jobs.run(ReportSpec(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
     assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
-    assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
+    assert result.verdicts[0] == hs.run_trial("kuramoto", quick=True, seed=3).verdict
     assert 'data-claim="kuramoto"' in result.page.read_text()
     assert hs.store.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
 

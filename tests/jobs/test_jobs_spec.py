@@ -115,7 +115,7 @@ fields_of_trials = {
     "texts": paths,
     "other": paths,
     "truncate": st.booleans(),
-    "held_back": st.booleans(),
+    "held_out": st.booleans(),
     "seed": seeds,
 }
 

@@ -47,7 +47,7 @@ def moved(request: Request) -> Request:
 def flash(request: Request, plan: Plan | None = None) -> AttentionSum:
     """The sums by ``Flash``, moved to the CPU."""
     kernel, request = Flash(plan), moved(request)
-    assert kernel.refusal(request) is None
+    assert kernel.unsupported_reason(request) is None
     return AttentionSum(**{name: part.cpu() for name, part in vars(kernel.sum(request)).items()})
 
 
@@ -311,7 +311,7 @@ def test_unsupported_requests(monkeypatch):
     supported = Request(x, x, x)
     kernel = Flash()
     assert isinstance(kernel, Summation)
-    assert kernel.refusal(supported) is None
+    assert kernel.unsupported_reason(supported) is None
     wide = unit(4, 257).to(DEVICE)
     for request, reason in (
         (Request(x.double(), x, x), "it needs float32 tensors, and these are float64"),
@@ -332,9 +332,9 @@ def test_unsupported_requests(monkeypatch):
         (replace(supported, query=x.clone().requires_grad_()), "it has no gradient"),
         (Request(*[x.to("meta")] * 3), "it needs a CUDA device, and the tokens are on meta"),
     ):
-        assert kernel.refusal(request) == reason
+        assert kernel.unsupported_reason(request) == reason
     monkeypatch.setattr("helmscope.kernels.flash_triton.INTERPRETED", False)
-    assert kernel.refusal(Request(*[x.cpu()] * 3)) == "it needs a CUDA device, and the tokens are on cpu"
+    assert kernel.unsupported_reason(Request(*[x.cpu()] * 3)) == "it needs a CUDA device, and the tokens are on cpu"
 
 
 def test_importing_flash_does_not_import_triton():

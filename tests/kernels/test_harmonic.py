@@ -149,7 +149,7 @@ def test_300_random_shapes(start: int) -> None:
         request = replace(random_request(seed, plain=True, dims=(2, 3)), causal=False)
         if request.beta == 500 and request.key.shape[-1] == 3:
             request = replace(request, query=request.query / 10, beta=50.0)
-        assert Harmonic().refusal(request) is None
+        assert Harmonic().unsupported_reason(request) is None
         got, expected = (over_scale(kernel.sum(request), request.beta) for kernel in (Harmonic(), Dense()))
         weight = request.key.shape[-2] if request.weights is None else float(request.weights.sum(-1).max())
         assert float((got - expected).abs().max()) <= 1e-12 * max(1.0, weight), seed

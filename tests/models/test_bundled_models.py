@@ -259,7 +259,7 @@ def test_the_texts_in_the_box():
 
 def test_the_held_back_texts_have_32_first_tokens_in_each_half():
     """The texts for development have 30 in the first 64."""
-    subject = hs.Subject("A").held_back()
+    subject = hs.Subject("A").held_out()
     codes = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))
     assert len(subject.texts) == len({*subject.texts} - {*hs.models.story_texts()}) == 128
     for half in (subject.selection, subject.test):

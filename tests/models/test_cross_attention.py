@@ -22,7 +22,7 @@ EVERYTHING = (
     hs.models.KeptTensors.QUERIES
     | hs.models.KeptTensors.KEYS
     | hs.models.KeptTensors.VALUES
-    | hs.models.KeptTensors.WEIGHTS
+    | hs.models.KeptTensors.KERNELS
     | hs.models.KeptTensors.WRITES
 )
 
@@ -119,7 +119,7 @@ def test_what_takes_a_system_takes_both_stacks(family):
         assert np.isfinite(seen["drift_and_swirl"].attention_tangential_speed.values).all()
     lens = hs.logit_lens_kl(recording)
     assert lens.sizes["depth"] == 10
-    assert np.abs(lens.divergence[-1].values).max() <= 1e-6
+    assert np.abs(lens.kl[-1].values).max() <= 1e-6
     with pytest.raises(HelmscopeError, match="has no head over a vocabulary"):
         hs.logit_lens_kl(recording.encoder)
 
@@ -235,7 +235,7 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     assert twin.certificate.ok
     encoder = hs.Subject(model.get_encoder(), ids.tolist())
     assert encoder.unmet_premise("cross_kernel").endswith("has no cross-attention")
-    found = hs.models.diagnose(model, texts=10, tokens=16)
+    found = hs.models.diagnose(model, texts_count=10, tokens=16)
     assert found.ok
     assert "\nencoder\nok    topology" in str(found)
     assert found.trajectory_bytes == (10 + 7) * 10 * 16 * (32 + 2) * 4

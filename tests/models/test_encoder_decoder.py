@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
-from helmscope.intervene.attention import AblateHead, Perturb, ReplaceWeights
+from helmscope.intervene.attention import AblateHead, Perturb, ReplaceKernel
 from helmscope.intervene.change import edited
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
@@ -209,7 +209,7 @@ def first_mlp_matrix(family, block):
 @pytest.mark.parametrize("family", TWO)
 def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
-    recording = record(model, inputs, batch_size=2, keep=KeptTensors.WEIGHTS)
+    recording = record(model, inputs, batch_size=2, keep=KeptTensors.KERNELS)
     halved = recording.under(Edit(Site.CROSS, [1], lambda write: 0.5 * write))
     module = cross_module(family, blocks_of(model.get_decoder())[1])
     handle = module.register_forward_hook(lambda module, args, out: (0.5 * out[0], *out[1:]))
@@ -229,7 +229,7 @@ def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
 @pytest.mark.parametrize("family", TWO)
 def test_edits_inside_cross_attention(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
-    recording = record(model, inputs, keep=KeptTensors.WEIGHTS | KeptTensors.VALUES)
+    recording = record(model, inputs, keep=KeptTensors.KERNELS | KeptTensors.VALUES)
     assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross weights"][1])
 
     def first_alone(mask):
@@ -251,7 +251,7 @@ def test_edits_inside_cross_attention(family):
     by_hand = recording.under(Edit(Site.CROSS_HEADS, [1], lambda heads: keep * heads))
     assert torch.equal(ablated.logits(), by_hand.logits())
     even = recording.under(
-        ReplaceWeights([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_WEIGHTS)
+        ReplaceKernel([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_KERNEL)
     )
     assert (even.cross_kernel(layer=0) - 1 / 11).abs().max() <= 1e-15
     noisy = recording.under(Perturb([0], site=Site.CROSS_QUERY, sigma=1.0))

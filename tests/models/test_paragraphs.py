@@ -80,7 +80,7 @@ def test_a_model_that_is_not_in_the_box_is_tried_on_them(tmp_path):
         shutil.copy(hs.models.bundled_folder("A") / name, folder / name)
     subject = Subject(folder)
     assert subject.texts == TEXTS
-    assert subject.held_back().texts == TEXTS
+    assert subject.held_out().texts == TEXTS
     assert len({ids[0] for ids in subject.token_ids}) >= 32
     assert subject.recording_of(subject.texts[:2]).certificate.ok
     assert Subject(folder, ["One text."]).texts == ("One text.",)

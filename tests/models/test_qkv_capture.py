@@ -11,7 +11,7 @@ from helmscope.models.record import record
 from helmscope.types import Instrument, Needs
 from support.model_families import inputs_of, tiny_model
 
-EVERYTHING = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES | KeptTensors.WEIGHTS | KeptTensors.WRITES
+EVERYTHING = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES | KeptTensors.KERNELS | KeptTensors.WRITES
 
 
 def outputs(model, paths, ids):

@@ -157,7 +157,7 @@ def test_one_of_a_kind_is_singular():
     assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
     assert repr(recording.runner.under(hs.intervene.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
     assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
-    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, texts=1, tokens=1))
+    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, texts_count=1, tokens=1))
     with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
         _ = hs.Subject("A", ["Lily"]).test
 
@@ -181,7 +181,7 @@ def test_a_default_device_without_values_does_no_harm():
         found = record(model, ids)
         noisy = found.under(hs.intervene.Perturb(site=hs.Site.KEY, sigma=0.1))
         assert hs.models.untrained_twin(model, seed=1).model.device.type == "cpu"
-        assert hs.models.diagnose(model, texts=1, tokens=4).certificate.ok
+        assert hs.models.diagnose(model, texts_count=1, tokens=4).certificate.ok
     finally:
         torch.set_default_device(None)
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
@@ -284,7 +284,7 @@ def test_the_sink_of_an_encoder_is_its_first_special_token():
 
 def test_a_layer_is_asked_for_by_its_name_and_number():
     """A loop over layers reads every layer once, as edits count them."""
-    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.KeptTensors.WEIGHTS)
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.KeptTensors.KERNELS)
     for layer in recording.layers:
         assert torch.equal(recording.kernel(layer=layer), recording.kept["weights"][layer])
     with pytest.raises(TypeError):
@@ -378,15 +378,13 @@ def test_the_observables_of_a_simulation_serve(family):
 def test_the_lens_comes_to_what_the_model_says(family, dtype):
     recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
     kept, digits = hs.logit_lens_kl(recording), 1e-9 if dtype == torch.float64 else 1e-5
-    assert kept.divergence.dims == ("depth", "prompt")
+    assert kept.kl.dims == ("depth", "prompt")
     seen = hs.reduce_replicates(kept)
-    assert abs(float(seen.divergence[-1])) < 1e-3 * digits
+    assert abs(float(seen.kl[-1])) < 1e-3 * digits
     p, early = (torch.softmax(recording.logits(depth=depth).double(), -1) for depth in (None, 2))
     by_text = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1).mean(-1)
-    assert float(seen.divergence[2]) == pytest.approx(float(by_text.mean()), rel=digits)
-    assert float(seen.divergence_stderr[2]) == pytest.approx(
-        float(by_text.std() / 3**0.5), rel=digits, abs=1e-4 * digits
-    )
+    assert float(seen.kl[2]) == pytest.approx(float(by_text.mean()), rel=digits)
+    assert float(seen.kl_stderr[2]) == pytest.approx(float(by_text.std() / 3**0.5), rel=digits, abs=1e-4 * digits)
     assert float(seen.entropy[2]) == pytest.approx(float(torch.special.entr(early).sum(-1).mean()), rel=digits)
 
 
@@ -407,7 +405,7 @@ def test_instruments_see_what_is_kept():
         hs.models.KeptTensors.QUERIES
         | hs.models.KeptTensors.KEYS
         | hs.models.KeptTensors.VALUES
-        | hs.models.KeptTensors.WEIGHTS
+        | hs.models.KeptTensors.KERNELS
         | hs.models.KeptTensors.WRITES
     )
     recording = record(model, ids, keep=everything, batch_size=2)
@@ -452,7 +450,7 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="returns only its attention weights"):
         record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.QUERIES)
-    assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.WEIGHTS).kept["weights"].shape[0] == 3
+    assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.KERNELS).kept["weights"].shape[0] == 3
 
 
 def test_a_state_that_is_not_finite_is_named():
@@ -476,14 +474,14 @@ def test_a_state_that_is_not_finite_is_named_at_the_depth_of_a_resumed_run():
         return weights
 
     lost = recording.resume(depth=2, states=recording.trajectory.states[2])
-    lost = lost.under(hs.intervene.ReplaceWeights(function=broken, layers=[1]))
+    lost = lost.under(hs.intervene.ReplaceKernel(function=broken, layers=[1]))
     with pytest.raises(HelmscopeError, match=r"prompt 1 at depth 3, token 4$"):
         _ = lost.trajectory
 
 
 def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    lost = recording.under(hs.intervene.ReplaceWeights(function=lambda weights: torch.nan * weights))
+    lost = recording.under(hs.intervene.ReplaceKernel(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
     with pytest.raises(HelmscopeError, match=r"not finite .* first that of prompt 0 at depth 1, token 0$"):
         _ = lost.trajectory
@@ -532,7 +530,7 @@ def test_what_doctor_reads_is_not_obeyed_by_the_terminal(tmp_path, capsys, monke
 
     folder = tmp_path / "\x1b[2Jmodel\u202e"
     tiny_model("gpt2").save_pretrained(folder)
-    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--texts", "2", "--tokens", "8"])
+    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--texts-count", "2", "--tokens", "8"])
     with pytest.raises(SystemExit):
         main()
     out = capsys.readouterr().out
@@ -548,7 +546,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 
     tiny_model("gpt2").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--texts", "10", "--tokens", "16"]
+        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--texts-count", "10", "--tokens", "16"]
     )
     with pytest.raises(SystemExit) as left:
         main()
@@ -562,7 +560,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 def test_a_head_that_transformers_does_not_name(monkeypatch):
     model = tiny_model("gpt2")
     monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
-    assert hs.logit_lens_kl(record(model, inputs_of("gpt2"))).divergence.shape == (7, 3)
+    assert hs.logit_lens_kl(record(model, inputs_of("gpt2"))).kl.shape == (7, 3)
 
 
 def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
@@ -572,8 +570,8 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
     shown = repr(recording.under(hs.intervene.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
     assert shown.startswith("<Recording of small (gpt2), from depth 2, under Ablate(layers=[1]), PutState(depth=2, sta")
     assert re.search(r"\.\.\.: certificate ok; 3 texts x 13 tokens \(\w{12}\); sequential pre-norm; 3 layers", shown)
-    failed = recording.under(hs.intervene.ReplaceWeights(function=lambda weights: torch.nan * weights))
-    assert repr(failed).startswith("<Recording of small (gpt2), under ReplaceWeights(")
+    failed = recording.under(hs.intervene.ReplaceKernel(function=lambda weights: torch.nan * weights))
+    assert repr(failed).startswith("<Recording of small (gpt2), under ReplaceKernel(")
     assert ": certificate fails: finite, residual; 3 texts" in repr(failed)
     for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.residual, loaded):
         assert "\n" not in repr(thing)
@@ -637,7 +635,7 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
     p, early = (torch.softmax(honest(recording, depth=depth).double(), -1) for depth in (None, 4))
     by_token = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1)
     by_text = [by_token[k, recording.batch.counted[k]].mean() for k in range(3)]
-    assert again.divergence[2].values == pytest.approx(torch.stack(by_text).numpy(), rel=1e-5)
+    assert again.kl[2].values == pytest.approx(torch.stack(by_text).numpy(), rel=1e-5)
 
 
 def test_special_tokens_do_not_count_however_the_texts_come():
@@ -676,7 +674,7 @@ def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
-    told = str(hs.models.diagnose(tmp_path, texts=3, tokens=100))
+    told = str(hs.models.diagnose(tmp_path, texts_count=3, tokens=100))
     assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
     assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
     assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))

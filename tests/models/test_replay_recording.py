@@ -19,7 +19,7 @@ EVERYTHING = (
     hs.models.KeptTensors.QUERIES
     | hs.models.KeptTensors.KEYS
     | hs.models.KeptTensors.VALUES
-    | hs.models.KeptTensors.WEIGHTS
+    | hs.models.KeptTensors.KERNELS
     | hs.models.KeptTensors.WRITES
 )
 PADDED = {
@@ -235,7 +235,7 @@ def test_a_model_that_an_instrument_does_not_fit(family, said):
     with pytest.raises(hs.HelmscopeError, match=said):
         hs.drift_and_swirl(recording)
     heads = [] if family == "olmo2" else ["attention_drift", "attention_noise"]  # a norm follows the heads of olmo2
-    supported = [each.name for each in streaming_instruments() if recording.refusal(each) is None]
+    supported = [each.name for each in streaming_instruments() if recording.unsupported_reason(each) is None]
     assert supported == ["kernel_statistics", *heads]
 
 

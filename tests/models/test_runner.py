@@ -69,7 +69,7 @@ def test_an_observer_receives_the_rows_of_each_chunk(recording):
 def test_observers_see_what_edits_leave_and_change_nothing(recording):
     edits = [
         hs.Edit(Site.KEY, [1], lambda key: 2 * key),
-        hs.Edit(Site.WEIGHTS, [1], lambda weights: weights.roll(1, 1)),
+        hs.Edit(Site.KERNEL, [1], lambda weights: weights.roll(1, 1)),
         hs.Edit(Site.MLP, [1], lambda write: 3 * write),
     ]
     plain = recording.runner.outputs()

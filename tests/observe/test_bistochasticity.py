@@ -14,7 +14,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
 from helmscope.observe.bistochasticity import (
     Bistochasticity,
-    balance_divergence,
+    balance_kl,
     balanced_kernel,
     bistochasticity,
     causal_uniform_column_sums,
@@ -62,9 +62,7 @@ def divergence_by_loops(kernel):
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 def test_divergence_is_that_of_plain_sweeps(scale):
     kernel = rows(4, scale=scale)
-    np.testing.assert_allclose(
-        balance_divergence(kernel, tolerance=1e-13).tolist(), divergence_by_loops(kernel), atol=1e-10
-    )
+    np.testing.assert_allclose(balance_kl(kernel, tolerance=1e-13).tolist(), divergence_by_loops(kernel), atol=1e-10)
 
 
 def test_balanced_kernels_have_rows_and_columns_of_sum_1():
@@ -76,8 +74,8 @@ def test_balanced_kernels_have_rows_and_columns_of_sum_1():
 def test_a_bistochastic_kernel_has_divergence_0():
     x = retract(torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0), dtype=F64))
     balanced = integrate(SinkhornAttention(beta=3.0), x, [0.0])
-    assert float(bistochasticity(balanced).divergence.max()) < 1e-10
-    assert float(bistochasticity(integrate(SA(beta=3.0), x, [0.0])).divergence.min()) > 1e-3
+    assert float(bistochasticity(balanced).balance_kl.max()) < 1e-10
+    assert float(bistochasticity(integrate(SA(beta=3.0), x, [0.0])).balance_kl.min()) > 1e-3
 
 
 def test_causal_kernels_have_no_balanced_form():
@@ -88,7 +86,7 @@ def test_causal_kernels_have_no_balanced_form():
     assert balanced_kernel(causal).isnan().all()
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=6))
     measured = bistochasticity(recording)
-    assert bool(measured.divergence.isnull().all())
+    assert bool(measured.balance_kl.isnull().all())
     yardstick = (causal_uniform_column_sums(6) - 1).square().mean().sqrt()
     np.testing.assert_allclose(measured.column_sum_deviation_causal_uniform.values, float(yardstick), rtol=1e-14)
 
@@ -107,8 +105,8 @@ def test_column_sums_of_the_causal_uniform_kernel():
 
 def test_what_did_not_converge_is_nan():
     sharp = rows(8, scale=60.0)
-    assert balance_divergence(sharp, max_sweeps=1).isnan().all()
-    assert balance_divergence(sharp, max_sweeps=200).isfinite().all()
+    assert balance_kl(sharp, max_sweeps=1).isnan().all()
+    assert balance_kl(sharp, max_sweeps=200).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["bert"])
@@ -116,15 +114,15 @@ def test_padding_and_chunks_change_nothing(family):
     model = tiny_model(family, dtype=F64)
     together = bistochasticity(record(model, PADDED))
     small = bistochasticity(record(model, PADDED, batch_size=1))
-    np.testing.assert_allclose(small.divergence.values, together.divergence.values, atol=1e-10)
+    np.testing.assert_allclose(small.balance_kl.values, together.balance_kl.values, atol=1e-10)
     for row, mask in enumerate(PADDED["attention_mask"]):
         alone = bistochasticity(record(model, PADDED["input_ids"][row : row + 1, : int(mask.sum())]))
         np.testing.assert_allclose(
-            alone.divergence.values[:, 0], together.divergence.values[:, row], rtol=1e-5, atol=1e-8
+            alone.balance_kl.values[:, 0], together.balance_kl.values[:, row], rtol=1e-5, atol=1e-8
         )
     kernel = record(model, PADDED).kernel(layer=0)[1, 0]
     expected = np.mean(divergence_by_loops(kernel.double()))
-    assert together.divergence.values[0, 1, 0] == pytest.approx(expected, rel=1e-5)
+    assert together.balance_kl.values[0, 1, 0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tolerance", 0.0), ("max_sweeps", 0)])

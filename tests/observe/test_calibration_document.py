@@ -54,7 +54,7 @@ EXPECTED = [
         (7 / 8) ** 2 / 8,
     ),  # T x_i = 0: n - 1 values about a mean of which they are 1/n each
     ("attention_noise", "nu_random_values", 8, (7 / 8) ** 2 / 64),
-    ("attention_divergence", "divergence", 8, -3 / 8),  # -(d - 1) <x_i, m>
+    ("attention_surface_divergence", "surface_divergence", 8, -3 / 8),  # -(d - 1) <x_i, m>
     ("mlp_jacobian", "weighted_trace", 8, 7 / 8),  # C divides by n, and tr(J E C) = 1
     ("gate_sparsity", "silent_share", 8, (0.5**8 + 0.25**8 + 0.95**8) / 3),
     ("depth_flow", "exponent", 1, math.log((1.5 + 0.75) / 2)),  # the mean of log |T w| over the circle

@@ -8,14 +8,14 @@ import torch
 from scipy import stats
 
 import helmscope as hs
-from helmscope.models.bundled_models import held_back_texts, validation_contexts
+from helmscope.models.bundled_models import held_out_texts, validation_contexts
 from helmscope.models.load import load
 from helmscope.models.record import record
 from helmscope.observe.context_noise import (
     context_groups,
     context_noise,
-    context_refusal,
-    covariance_fit,
+    context_unsupported,
+    covariance_regression,
     kolmogorov_distance,
 )
 from helmscope.observe.head_moments import HEADS_NEED
@@ -105,10 +105,10 @@ def test_a_fit_with_known_answers():
     generator = torch.Generator().manual_seed(0)
     sigma = torch.randn(5, 5, generator=generator, dtype=F64)
     sigma = sigma @ sigma.mT
-    assert covariance_fit((0.3 * sigma, sigma), 0.3 * sigma) == pytest.approx((0.3, 1.0, 1.0))
-    slope, r_squared, _ = covariance_fit((-0.3 * sigma, sigma), 0.3 * sigma)
+    assert covariance_regression((0.3 * sigma, sigma), 0.3 * sigma) == pytest.approx((0.3, 1.0, 1.0))
+    slope, r_squared, _ = covariance_regression((-0.3 * sigma, sigma), 0.3 * sigma)
     assert (slope, r_squared < 0) == (pytest.approx(0.3), True)
-    assert np.isnan(covariance_fit((sigma, 0 * sigma), sigma)).all()
+    assert np.isnan(covariance_regression((sigma, 0 * sigma), sigma)).all()
 
 
 def test_the_number_of_contexts_is_corrected_for():
@@ -118,7 +118,7 @@ def test_the_number_of_contexts_is_corrected_for():
     fits = []
     for _ in range(400):
         halves = [np.cov(source.multivariate_normal(np.zeros(4), 2 * sigma, 8).T) / 2 for _ in range(2)]
-        fits.append(covariance_fit((torch.tensor(halves[0]), torch.tensor(sigma)), torch.tensor(halves[1])))
+        fits.append(covariance_regression((torch.tensor(halves[0]), torch.tensor(sigma)), torch.tensor(halves[1])))
     slope, r_squared, _ = np.mean(fits, 0)
     assert slope == pytest.approx(1, abs=0.06)
     assert r_squared < 0.7
@@ -136,7 +136,7 @@ def test_contexts_hold_no_held_back_text():
     contexts = validation_contexts()
     encode = load("A").tokenizer
     lines = [" ".join(map(str, row)) + " " for row in contexts.tolist()]
-    for text in held_back_texts()[:8]:
+    for text in held_out_texts()[:8]:
         piece = " ".join(map(str, encode(text)["input_ids"][20:50])) + " "
         assert not any(piece in line for line in lines)
 
@@ -158,5 +158,5 @@ def test_a_model_that_is_not_bundled_is_measured_on_its_own_texts():
     same = context_noise(recording, rows)
     assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(same)
     few = record(model, rows[:15])
-    assert "no word at the same position in 16 of them" in (context_refusal(few) or "")
+    assert "no word at the same position in 16 of them" in (context_unsupported(few) or "")
     assert "context_noise" not in hs.measure(few, quick=True)

@@ -16,7 +16,7 @@ from helmscope.geometry.sphere import exp, project, retract, tangent_basis
 from helmscope.models.record import record
 from helmscope.observe import depth_flow
 from helmscope.observe.depth_flow import _generator
-from helmscope.observe.frozen_token import frozen_token, refusal_of_flow
+from helmscope.observe.frozen_token import flow_unsupported_reason, frozen_token
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
@@ -86,7 +86,7 @@ def test_experts_whose_kernel_cannot_be_replaced_are_refused():
     model = tiny_model("mixtral")
     recording = record(model, inputs_of("mixtral", batch=2))
     model.config._experts_implementation_internal = "deepgemm_megamoe"
-    refusal = refusal_of_flow(recording)
+    refusal = flow_unsupported_reason(recording)
     assert refusal is not None
     assert refusal.startswith("model is a MixtralForCausalLM with experts computed by 'deepgemm_megamoe', which has no")
     assert model.config._experts_implementation == "deepgemm_megamoe"

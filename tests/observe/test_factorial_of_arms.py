@@ -21,7 +21,7 @@ def recording():
 
 def test_every_arm_is_measured(recording):
     shares = []
-    arms = (*ARMS, Arm(mlp=False, whole_radius=True), *only_one_mlp(recording.layers))
+    arms = (*ARMS, Arm(mlp=False, radius_of_whole_model=True), *only_one_mlp(recording.layers))
     measured = check_replicates(
         attention_mlp_factorial(recording, arms=arms, gap=2, levels=[0.1], progress=shares.append)
     )

@@ -14,7 +14,7 @@ from helmscope.geometry import surface
 from helmscope.observe import free_energy_along_depth
 from helmscope.observe.attention_noise import attention_noise
 from helmscope.observe.force_terms import force_terms
-from helmscope.observe.free_energy import free_energy_refusal, misfit
+from helmscope.observe.free_energy import free_energy_unsupported, misfit
 
 F64 = torch.float64
 
@@ -207,7 +207,7 @@ def test_what_has_no_free_energy_is_refused() -> None:
     for words, run in runs.items():
         with pytest.raises(hs.HelmscopeError, match=words):
             free_energy_along_depth(run)
-        assert words in str(free_energy_refusal(run))
+        assert words in str(free_energy_unsupported(run))
 
 
 def test_misfit() -> None:

@@ -16,10 +16,10 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, GPT
 import helmscope as hs
 from helmscope.geometry.sphere import retract
 from helmscope.observe import generator_test
-from helmscope.observe.block_steps import BlockSteps, steps_refusal
+from helmscope.observe.block_steps import BlockSteps, steps_unsupported
 from helmscope.observe.diffusion import token_sampling_covariance
 from helmscope.observe.generator_test import block_values
-from helmscope.observe.measure import refusals
+from helmscope.observe.measure import unsupported_measurements
 from helmscope.observe.probes import Exponential, ProbeBank
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.scales import RemainderScale
@@ -320,8 +320,10 @@ def test_a_lost_direction_is_named() -> None:
 
 def test_hs_measure_includes_it_where_there_are_layers() -> None:
     x = hs.Uniform(4, 3).sample(2, seed=0)
-    assert steps_refusal(layers(hs.SA(1.0), x)) is None
-    assert "stepper=Layer()" in str(refusals(hs.integrate(hs.SA(1.0), x, times=[0.0, 1.0]))["generator_test"])
+    assert steps_unsupported(layers(hs.SA(1.0), x)) is None
+    assert "stepper=Layer()" in str(
+        unsupported_measurements(hs.integrate(hs.SA(1.0), x, times=[0.0, 1.0]))["generator_test"]
+    )
     shares: list[float] = []
     measured = hs.measure(layers(hs.SA(1.0), x), only=["generator_test"], progress=shares.append)
     assert "share" in measured["generator_test"]

@@ -106,7 +106,7 @@ def test_clustering_probability_of_the_start_is_the_closed_form():
     """4,096 systems: 0.014300 +- 0.000083 against (1/2) I_{1-(1-delta)^2}(1/2, 1/2) = 0.014236."""
     expected = hs.theory.initial_close_pair_probability(dim=2, delta=1e-3)
     assert expected == pytest.approx(0.014236437406239559, rel=1e-12)
-    kept = hs.close_pair_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]))
+    kept = hs.close_pair_shares(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]))
     seen = hs.reduce_replicates(kept)
     value, error = seen.close_pair_share.item(), seen.close_pair_share_stderr.item()
     assert error < 0.02 * expected
@@ -117,7 +117,7 @@ def test_clustering_probability_of_the_start_is_the_closed_form():
 def test_the_stated_error_is_the_spread_of_repetitions():
     """400 experiments of 32 systems whose pairs hang together, so that counting pairs as independent would not do."""
     x = hs.VonMisesFisher(32, 2, kappa=2.0).sample(400 * 32, seed=1).reshape(400, 32, 32, 2)
-    seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x), delta=1e-2))
+    seen = hs.reduce_replicates(hs.close_pair_shares(trajectory(x), delta=1e-2))
     values, stated = seen.close_pair_share.values, seen.close_pair_share_stderr.values
     spread = values.std(ddof=1)
     # a standard deviation of 400 values has a relative error of 1 / sqrt(800) = 3.5 %
@@ -130,7 +130,7 @@ def test_the_stated_error_is_the_spread_of_repetitions():
 
 def test_clustering_probability_honours_the_mask():
     x, mask = hs.Uniform(6, 2).sample(5, seed=2), random_mask(5, 6)
-    seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
+    seen = hs.reduce_replicates(hs.close_pair_shares(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
     loops = [oracles.close_pair_share(real(*pair), 0.5) for pair in zip(x, mask, strict=True)]
     assert seen.close_pair_share.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
     assert seen.close_pair_share_stderr.values == pytest.approx(
@@ -254,7 +254,7 @@ def test_gradients(function):
     [
         (lambda: hs.observe.close_pair_share(X, delta=-1e-3), r"delta is -0\.001.*>= 0"),
         (lambda: hs.observe.close_pair_share(X, delta=math.nan), "delta is nan.*finite"),
-        (lambda: hs.close_pair_probability(trajectory(X[None]), delta=-1.0), r"delta is -1\.0.*>= 0"),
+        (lambda: hs.close_pair_shares(trajectory(X[None]), delta=-1.0), r"delta is -1\.0.*>= 0"),
         (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=0), "bins is 0.*>= 1"),
         (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=2.5), r"bins is 2\.5.*whole"),
         (lambda: hs.mean_inner_product(3 * X), "x holds a token of norm 3.*unit sphere"),

@@ -13,7 +13,7 @@ from helmscope.fields.activations import SiLU, Tanh
 from helmscope.meanfield.gaussian import Gaussian
 from helmscope.observe.attention_noise import attention_noise
 from helmscope.observe.gaussian_step import CloudPair, FittedStep, laws
-from helmscope.observe.jko_layer import LayerSteps, jko_layer, jko_refusal
+from helmscope.observe.jko_layer import LayerSteps, jko_layer, jko_unsupported
 from helmscope.observe.layer_energy import LayerEnergy, force_sums
 
 F64 = torch.float64
@@ -273,11 +273,11 @@ def test_a_layer_that_descends_its_energy_closes_the_gap_and_one_that_turns_does
 
 def test_refusals_are_sentences() -> None:
     few = hs.record(small_model(), IDS[:3])
-    assert jko_refusal(few) == "system has 3 prompts, but jko_layer fits on one half of them and needs at least 4"
+    assert jko_unsupported(few) == "system has 3 prompts, but jko_layer fits on one half of them and needs at least 4"
     with pytest.raises(hs.HelmscopeError, match="needs at least 4"):
         jko_layer(few)
     run = hs.integrate(hs.SA(beta=1.0), torch.eye(3).expand(4, 3, 3), times=[0.0])
-    assert jko_refusal(run) == "system has 1 stored time, but jko_layer compares two"
+    assert jko_unsupported(run) == "system has 1 stored time, but jko_layer compares two"
     pair = CloudPair(cloud(), cloud(), torch.ones(12, 30, dtype=F64))
     flattened = CloudPair(cloud(), cloud() * torch.tensor([1.0, 1.0, 0.0], dtype=F64), pair.weights)
     with pytest.raises(hs.HelmscopeError, match="spans 2 of 3 directions"):

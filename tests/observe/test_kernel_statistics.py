@@ -73,7 +73,7 @@ class Attending:
     def resume(self, *, depth, states, generator=None):
         raise NotImplementedError
 
-    def refusal(self, instrument):
+    def unsupported_reason(self, instrument):
         return None
 
     def replay(self, *instruments):

@@ -7,8 +7,8 @@ import torch
 import xarray as xr
 
 import helmscope as hs
-from helmscope.observe import measurement_names, refusals
-from helmscope.observe.measure import streaming_instruments
+from helmscope.observe import measurement_names
+from helmscope.observe.measure import streaming_instruments, unsupported_measurements
 
 DRAW = torch.Generator().manual_seed(0)
 MLP = hs.MLP(
@@ -48,7 +48,11 @@ def test_without_names_it_takes_what_the_system_can_serve():
     of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow", "entropy_along_depth"}
     of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
     of_models, of_blocks = {"context_noise"}, {"layer_whitening", "jko_layer"}
-    of_steps = {"map_entropy", "free_energy_along_depth", "generator_test"}  # of layers, or flows under an MLP alone
+    of_steps = {
+        "mlp_entropy_change",
+        "free_energy_along_depth",
+        "generator_test",
+    }  # of layers, or flows under an MLP alone
     assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models | of_steps == set(measurement_names())
     of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_blocks - of_steps
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
@@ -56,7 +60,7 @@ def test_without_names_it_takes_what_the_system_can_serve():
     two = hs.integrate(MLP, X, times=[0.0, 1.0])
     assert set(hs.measure(two, only=["free_energy_along_depth"])) == {"free_energy_along_depth"}
     stepped = hs.integrate(MLP, X, times=[0.0, 1.0], stepper=hs.Layer())
-    assert set(hs.measure(stepped, only=["map_entropy"], quick=True)) == {"map_entropy"}
+    assert set(hs.measure(stepped, only=["mlp_entropy_change"], quick=True)) == {"mlp_entropy_change"}
     long = hs.Block(
         hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
     )
@@ -81,7 +85,7 @@ def test_only_some_and_all_agree_with_their_functions():
 def test_noise_leaves_out_the_flow_of_one_token():
     noisy = hs.integrate(hs.SA(1.0), X, times=[0.0, 0.1], noise=hs.noise.IsotropicNoise(0.1))
     assert "depth_flow" not in hs.measure(noisy)
-    assert "without noise" in refusals(noisy)["depth_flow"]
+    assert "without noise" in unsupported_measurements(noisy)["depth_flow"]
 
 
 def test_replicates_are_kept_until_they_are_reduced():

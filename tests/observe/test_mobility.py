@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import helmscope as hs
 from helmscope.fields.activations import Tanh
-from helmscope.observe.attention_divergence import attention_divergence
-from helmscope.observe.mobility_test import _Mobility, mobility_refusal, mobility_test
+from helmscope.observe.attention_surface_divergence import attention_surface_divergence
+from helmscope.observe.mobility_test import _Mobility, mobility_test, mobility_unsupported
 from helmscope.observe.query_slopes import RecordedSlopes
 from helmscope.observe.sigma_field import SigmaField
 
@@ -162,7 +162,9 @@ def test_a_small_model_agrees_with_its_block_written_out() -> None:
 
 
 def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
-    """tr(T D b) - d_t <x, b> / |y| by the slopes of the weights, against ``attention_divergence`` with all probes."""
+    """tr(T D b) - d_t <x, b> / |y| by the slopes of the weights, against ``attention_surface_divergence`` with all
+    probes.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
@@ -173,7 +175,7 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
         for parameter in model.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
     recording = hs.record(model, IDS)
-    exact = attention_divergence(recording, probes=2, tokens=True)
+    exact = attention_surface_divergence(recording, probes=2, per_token=True)
     found = {}
 
     class Divergences(_Mobility):
@@ -193,7 +195,7 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
         read = model.model.layers[layer].input_layernorm(recording.stream(depth=2 * layer)[row])
         value = attention.v_proj(read).reshape(9, 2, 2).repeat_interleave(2, 1)
         written = attention.o_proj(torch.einsum("hj,jhs->hs", kernel, value).reshape(-1)).detach()
-        expected = float(exact.token_divergence[layer, row, :, token].sum()) + 7 * float(x @ written / y.norm())
+        expected = float(exact.token_surface_divergence[layer, row, :, token].sum()) + 7 * float(x @ written / y.norm())
         assert trace == pytest.approx(expected, rel=1e-4, abs=1e-6)  # the family's softmax is in float32
     assert len(found) == 32
 
@@ -235,7 +237,7 @@ def test_refusals_are_sentences() -> None:
     sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     ids = torch.tensor([[1, 2, 3, 4]])
     decoder = hs.record(T5Model(T5Config(**sizes, decoder_start_token_id=0)).eval(), ids, targets=ids)
-    assert mobility_refusal(decoder) == (
+    assert mobility_unsupported(decoder) == (
         "system is a decoder that reads an encoder, but mobility_test needs blocks of attention and MLP"
     )
     run = hs.integrate(hs.Hardmax(), torch.eye(3).expand(1, 3, 3), times=[0.0])

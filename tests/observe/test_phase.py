@@ -271,7 +271,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     x = SMALL["start"].sample(5, seed=4)
     for k, beta in enumerate(SMALL["betas"]):
         run = hs.integrate(hs.SA(beta), x, SMALL["times"], noise=noise, seed=4)
-        expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
+        expected = hs.reduce_replicates(hs.close_pair_shares(run, delta=0.1))
         assert np.allclose(seen.probability[k].values, expected.close_pair_share.values, rtol=0, atol=1e-15)
         assert np.allclose(
             seen.probability_stderr[k].values, expected.close_pair_share_stderr.values, rtol=0, atol=1e-15
@@ -284,7 +284,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
 def test_a_field_that_jumps_has_the_stepper_of_integrate():
     seen = phase_diagram(lambda beta: hs.Hardmax(), **SMALL | {"betas": [0.0]}, samples=2)
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
-    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1)).close_pair_share.values
+    expected = hs.reduce_replicates(hs.close_pair_shares(run, delta=0.1)).close_pair_share.values
     assert np.array_equal(seen.probability[0].values, expected)
     assert seen.attrs["stepper"] == "Heun(h=0.01)"
 
@@ -365,7 +365,7 @@ def test_a_sample_that_cannot_be_carried_is_counted_named_and_left_out(caplog):
     assert f"beta = 3: 1 of 6 samples are lost: [{which}]" in caplog.text
     rest = torch.tensor([i for i in range(6) if i != which])
     run = hs.integrate(hs.SA(3.0), start[rest], SMALL["times"])
-    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
+    expected = hs.reduce_replicates(hs.close_pair_shares(run, delta=0.1))
     assert np.allclose(seen.probability[1].values, expected.close_pair_share.values, rtol=0, atol=1e-12)
     assert np.allclose(seen.probability_stderr[1].values, expected.close_pair_share_stderr.values, rtol=0, atol=1e-12)
 
@@ -528,7 +528,7 @@ def test_the_interval_of_a_diagram_is_that_of_the_same_systems_reduced():
     start, times = hs.Uniform(n=4, dim=3), [0.0, 2.0, 40.0]
     diagram = phase_diagram(hs.SA, betas=[1.0], times=times, start=start, samples=4, stepper=hs.DormandPrince())
     simulation = hs.integrate(hs.SA(1.0), start.sample(4, seed=0, dtype=torch.float64), times)
-    reduced = hs.reduce_replicates(hs.observe.close_pair_probability(simulation, delta=1e-3))
+    reduced = hs.reduce_replicates(hs.observe.close_pair_shares(simulation, delta=1e-3))
     for end in ("", "_stderr"):
         here = reduced[f"close_pair_share{end}"].values
         assert diagram[f"probability{end}"].values[0] == pytest.approx(here, abs=1e-12)

@@ -6,14 +6,14 @@ import torch
 
 from helmscope.models import KeptTensors, record
 from helmscope.observe import (
-    HeadForms,
-    form_alignment,
-    head_forms,
-    loop_defect,
+    HeadMatrices,
+    head_matrices,
+    holonomy_defect,
+    qk_ov_alignment,
     query_key_metric,
     symmetric_eigenvalues,
     symmetric_share,
-    triangle_defect,
+    triangle_holonomy_defect,
 )
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -30,7 +30,7 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_measurement_against_dense_matrices(family):
     recording = recorded(family)
-    metric, forms = query_key_metric(recording), head_forms(recording)
+    metric, forms = query_key_metric(recording), head_matrices(recording)
     assert forms[0].dim == (31 if family == "gpt2" else 32)
     for layer, head in ((0, 0), (2, 3)):
         m = forms[layer].queries[head].T @ forms[layer].keys[head]
@@ -58,7 +58,7 @@ def test_the_form_is_that_of_the_logits():
     for layer in range(3):
         state = recording.stream(depth=2 * layer)
         u = state / (state.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()  # its mean is left for P
-        forms = head_forms(recording)[layer]
+        forms = head_matrices(recording)[layer]
         for head in range(4):
             m = forms.queries[head].T @ forms.keys[head]
             logits = recording.kept["query"][layer, :, head] @ recording.kept["key"][layer, :, head].mT
@@ -66,7 +66,7 @@ def test_the_form_is_that_of_the_logits():
 
 
 def test_grouped_heads_share_their_keys_and_values():
-    forms = head_forms(recorded("llama"))[0]
+    forms = head_matrices(recorded("llama"))[0]
     assert forms.keys.shape == (4, 8, 32)
     assert torch.equal(forms.keys[0], forms.keys[1])
     assert not torch.equal(forms.keys[1], forms.keys[2])
@@ -100,41 +100,44 @@ def test_independent_factors_have_as_many_eigenvalues_of_either_sign():
 def test_alignment_of_a_gradient():
     a, b = normal(2, 3, 8, seed=5), normal(2, 3, 8, seed=6)
     for sign in (1, -1):
-        forms = HeadForms(a, b, b, sign * a.mT, dim=8)
-        assert (form_alignment(forms) - sign).abs().max() < 1e-12
+        forms = HeadMatrices(a, b, b, sign * a.mT, dim=8)
+        assert (qk_ov_alignment(forms) - sign).abs().max() < 1e-12
 
 
 def whole(*matrices):
     """Heads that write the given matrices."""
     eye = torch.eye(len(matrices[0]), dtype=torch.float64).expand(len(matrices), -1, -1)
-    return HeadForms(eye, eye, eye, torch.stack(matrices), dim=len(matrices[0]))
+    return HeadMatrices(eye, eye, eye, torch.stack(matrices), dim=len(matrices[0]))
 
 
 def test_loop_defects_in_closed_form():
     weights = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     first, second = (normal(6, 6, seed=k) for k in (7, 8))
     positive = whole(first @ first.T + torch.eye(6).double(), second @ second.T)
-    assert abs(triangle_defect(positive, weights)) < 1e-12
+    assert abs(triangle_holonomy_defect(positive, weights)) < 1e-12
     commuting = whole(torch.diag(torch.arange(1.0, 7).double()), torch.eye(6).double())
-    assert abs(triangle_defect(commuting, weights)) < 1e-12
+    assert abs(triangle_holonomy_defect(commuting, weights)) < 1e-12
     angle = 0.7
     plane = torch.tensor([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     turned = whole(torch.block_diag(plane, plane, plane), 2 * torch.block_diag(plane, plane, plane))
-    assert triangle_defect(turned, weights) == pytest.approx(1 - np.cos(angle), abs=1e-12)
-    assert triangle_defect(whole(-torch.eye(6).double()), weights[:, :1]) == pytest.approx(2, abs=1e-12)
+    assert triangle_holonomy_defect(turned, weights) == pytest.approx(1 - np.cos(angle), abs=1e-12)
+    assert triangle_holonomy_defect(whole(-torch.eye(6).double()), weights[:, :1]) == pytest.approx(2, abs=1e-12)
     projector = torch.diag(torch.tensor([1.0, 1.0, 0, 0, 0, 0]).double())
-    assert abs(triangle_defect(whole(projector), weights[:, :1])) < 1e-12
-    assert np.isnan(triangle_defect(whole(0 * projector), weights[:, :1]))
+    assert abs(triangle_holonomy_defect(whole(projector), weights[:, :1])) < 1e-12
+    assert np.isnan(triangle_holonomy_defect(whole(0 * projector), weights[:, :1]))
     mean = np.mean(
-        [triangle_defect(whole(normal(6, 6, seed=2 * k), normal(6, 6, seed=2 * k + 1)), weights) for k in range(300)]
+        [
+            triangle_holonomy_defect(whole(normal(6, 6, seed=2 * k), normal(6, 6, seed=2 * k + 1)), weights)
+            for k in range(300)
+        ]
     )
     assert abs(mean - 1) < 0.1
 
 
 def test_the_loop_defect_of_a_model_by_hand():
     recording = recorded("gpt2", batch_size=2)
-    found = loop_defect(recording, triangles=2, layers=[1], seed=4)
-    kernel, forms = recording.kernel(layer=1), head_forms(recording)[1]
+    found = holonomy_defect(recording, triangles=2, layers=[1], seed=4)
+    kernel, forms = recording.kernel(layer=1), head_matrices(recording)[1]
     for prompt in range(3):
         draw, expected = np.random.default_rng([4, prompt]), []
         for _ in range(2):
@@ -146,22 +149,22 @@ def test_the_loop_defect_of_a_model_by_hand():
                 rank = int((sizes > 1e-8 * sizes[0]).sum())
                 units.append(left[:, :rank] @ right[:rank])
             expected.append(1 - np.trace(units[0] @ units[1] @ units[2].T) / rank)
-        assert float(found.loop_defect[0, prompt]) == pytest.approx(np.mean(expected), abs=1e-10)
+        assert float(found.holonomy_defect[0, prompt]) == pytest.approx(np.mean(expected), abs=1e-10)
 
 
 def test_short_texts_and_refusals():
     model, ids = tiny_model("gpt2"), inputs_of("gpt2")
     mask = torch.ones_like(ids)
     mask[1, 2:] = 0
-    found = loop_defect(record(model, {"input_ids": ids, "attention_mask": mask}), triangles=1).loop_defect
+    found = holonomy_defect(record(model, {"input_ids": ids, "attention_mask": mask}), triangles=1).holonomy_defect
     assert found.isnull().any("layer").values.tolist() == [False, True, False]
     with pytest.raises(HelmscopeError, match="recording holds no text with 3 visible tokens, but a triangle needs"):
-        loop_defect(record(model, ids[:, :2]))
+        holonomy_defect(record(model, ids[:, :2]))
     recording = record(model, ids)
     with pytest.raises(HelmscopeError, match="layer is 9, but this recording has layers 0 to 2"):
-        loop_defect(recording, layers=[9])
+        holonomy_defect(recording, layers=[9])
     with pytest.raises(HelmscopeError, match="triangles is 0, but it must be"):
-        loop_defect(recording, triangles=0)
+        holonomy_defect(recording, triangles=0)
     with pytest.raises(HelmscopeError, match="recording is a GPT2LMHeadModel, but it must be a Recording"):
         query_key_metric(model)
     with pytest.raises(HelmscopeError, match="layer 0 has a query that is not the output of one linear module"):

@@ -8,24 +8,24 @@ import torch
 import xarray as xr
 from tests.observe.test_damage import by_loops
 
-from helmscope.intervene import Arm, AttentionMode, Gauge, Perturb, ShiftKeys, WeightNoise, with_parameters
+from helmscope.intervene import Arm, AttentionMode, GaugeTransform, Perturb, ShiftKeys, WeightNoise, with_parameters
 from helmscope.models import KeptTensors, record
 from helmscope.models.watch import Site
 from helmscope.observe import (
     NoiseForm,
-    as_table,
-    at_equal_damage,
-    damage_slope,
-    key_query_ratio,
     noise_table_as_printed,
     query_key_noise,
+    query_key_noise_at_equal_kl,
     query_key_noise_by_layer,
+    query_key_noise_ratio,
+    query_key_noise_slope,
+    query_key_noise_table,
 )
 from helmscope.stats import reduce_replicates
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
-KL, ENTROPY, TOP = "kl", "entropy_change", "top_kept"
+KL, ENTROPY, TOP = "kl", "entropy_change", "top_token_agreement"
 ALL = list(NoiseForm)
 
 
@@ -46,9 +46,9 @@ def test_noise_on_activations_and_on_weights_by_loops():
     )  # fmt: skip
     plain, ids = recording.logits(), recording.batch.inputs["input_ids"]
     weights = WeightNoise.of(recording)
-    kept = record(recording.anatomy.model, ids, keep=KeptTensors.WEIGHTS).kept["weights"]
+    kept = record(recording.anatomy.model, ids, keep=KeptTensors.KERNELS).kept["weights"]
     for site in (Site.QUERY, Site.VALUE):
-        edited = recording.under(Perturb(site=site, sigma=0.4, seed=8), keep=KeptTensors.WEIGHTS)
+        edited = recording.under(Perturb(site=site, sigma=0.4, seed=8), keep=KeptTensors.KERNELS)
         with with_parameters(recording.anatomy.model, weights.values(site, sigma=0.4, seed=8)):
             changed = recording.logits()
         for form, logits in (("activations", edited.logits()), ("weights", changed)):
@@ -58,7 +58,7 @@ def test_noise_on_activations_and_on_weights_by_loops():
                 assert np.abs(found[name].values - expected).max() < 1e-12, (form, name)
         same = edited.kept["weights"].argmax(-1) == kept.argmax(-1)
         expected = same[..., 1:].double().mean((0, 2, 3))
-        found = noise.top_key_kept.sel(form="activations", site=site.value, draw=8, sigma=0.4)
+        found = noise.top_key_agreement.sel(form="activations", site=site.value, draw=8, sigma=0.4)
         assert np.abs(found.values - expected.numpy()).max() < 1e-12
     assert (noise.kl > 0).all()
 
@@ -67,7 +67,7 @@ def test_draws_together_are_those_alone_in_every_form():
     many, few = (
         query_key_noise(recorded(batch_size=size), forms=ALL, sigmas=[0.3], seeds=3, layers=[1]) for size in (64, 2)
     )
-    for name in (KL, ENTROPY, TOP, "top_key_kept"):
+    for name in (KL, ENTROPY, TOP, "top_key_agreement"):
         assert np.abs(many[name] - few[name]).max() < 1e-12, name
     assert (many.kl > 0).all()
     assert many.kl.attrs == few.kl.attrs
@@ -85,8 +85,8 @@ def test_the_gauge_multiplies_the_printed_ratio_by_its_fourth_power_and_leaves_t
     recording = recorded()
     options = {"sigmas": [1e-3], "seeds": 2}
     plain, gauged = (
-        key_query_ratio(query_key_noise(each, forms=ALL, **options))
-        for each in (recording, recording.under(Gauge(factor=2)))
+        query_key_noise_ratio(query_key_noise(each, forms=ALL, **options))
+        for each in (recording, recording.under(GaugeTransform(factor=2)))
     )
     change = (gauged / plain).isel(sigma=0)
     assert np.abs(change.sel(form="activations") / 16 - 1).max() < 0.02
@@ -97,7 +97,7 @@ def test_the_gauge_multiplies_the_printed_ratio_by_its_fourth_power_and_leaves_t
 def test_the_ratio_in_another_gauge_is_that_of_rescaled_noise():
     recording, c, sigma = recorded(), 3.0, 0.2
     forms = [NoiseForm.ACTIVATIONS]
-    gauged = query_key_noise(recording.under(Gauge(factor=c)), forms=forms, sigmas=[sigma], seeds=2)
+    gauged = query_key_noise(recording.under(GaugeTransform(factor=c)), forms=forms, sigmas=[sigma], seeds=2)
     rescaled = query_key_noise(recording, forms=forms, sigmas=[sigma / c, c * sigma], seeds=2).kl
     expected = rescaled.sel(site="key").isel(sigma=1) / rescaled.sel(site="query").isel(sigma=0)
     found = gauged.kl.sel(site="key").isel(sigma=0) / gauged.kl.sel(site="query").isel(sigma=0)
@@ -121,7 +121,7 @@ def test_blocks_that_write_nothing_are_not_damaged():
     silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
     noise = query_key_noise(silent, sigmas=[0.5], seeds=1)
     assert noise.kl.max() == 0
-    assert key_query_ratio(noise).isnull().all()
+    assert query_key_noise_ratio(noise).isnull().all()
 
 
 def planted(c_query=1.0, c_key=3.0, power=2.0):
@@ -133,7 +133,7 @@ def planted(c_query=1.0, c_key=3.0, power=2.0):
     coords = {"site": ["query", "key"], "sigma": sigma, "draw": [0, 1]}
     data = {"kl": (("site", "sigma", "draw", "prompt"), kl)}
     mean = np.broadcast_to(kl.mean(2, keepdims=True), kl.shape)
-    for kind, slope in (("entropy_change", 1.0), ("top_kept", -0.1), ("top_key_kept", 0.0)):
+    for kind, slope in (("entropy_change", 1.0), ("top_token_agreement", -0.1), ("top_key_agreement", 0.0)):
         values = slope * np.log(mean)
         values[1] += 0.25
         data[kind] = (("site", "sigma", "draw", "prompt"), values)
@@ -142,20 +142,20 @@ def planted(c_query=1.0, c_key=3.0, power=2.0):
 
 def test_ratio_slope_and_kinds_in_closed_form():
     noise = planted(power=1.7)
-    assert np.abs(key_query_ratio(noise) - 3).max() < 1e-14
-    assert key_query_ratio(noise, over="prompt").dims == ("sigma", "draw")
-    assert np.abs(damage_slope(noise) - 1.7).max() < 1e-12
-    equal = at_equal_damage(noise)
+    assert np.abs(query_key_noise_ratio(noise) - 3).max() < 1e-14
+    assert query_key_noise_ratio(noise, over="prompt").dims == ("sigma", "draw")
+    assert np.abs(query_key_noise_slope(noise) - 1.7).max() < 1e-12
+    equal = query_key_noise_at_equal_kl(noise)
     low, high = 3 * 0.1**1.7, 0.4**1.7
     assert np.abs(equal.equal_kl - np.sqrt(low * high) * np.array([1, 2])).max() < 1e-14
-    for kind in ("entropy_change", "top_kept", "top_key_kept"):
+    for kind in ("entropy_change", "top_token_agreement", "top_key_agreement"):
         assert np.abs(equal[kind].sel(site="key") - equal[kind].sel(site="query") - 0.25).max() < 1e-12
     assert np.abs(equal.entropy_change.sel(site="query") - np.log(equal.equal_kl)).max() < 1e-12
-    assert at_equal_damage(planted(c_key=100.0)).equal_kl.isnull().all()  # no KL that both reach
+    assert query_key_noise_at_equal_kl(planted(c_key=100.0)).equal_kl.isnull().all()  # no KL that both reach
     with pytest.raises(HelmscopeError, match="noise has 1 sizes > 0, but a slope needs at least 2"):
-        damage_slope(noise.isel(sigma=[0]))
+        query_key_noise_slope(noise.isel(sigma=[0]))
     with pytest.raises(HelmscopeError, match="noise is an int, but it must be what query_key_noise returns"):
-        key_query_ratio(3)
+        query_key_noise_ratio(3)
 
 
 def test_the_table_as_printed():
@@ -167,7 +167,7 @@ def test_the_table_as_printed():
     assert table.printed_key.values.tolist() == [0.0013, 0.0296, 0.1581]
     cell = noise.kl.sel(form="weights", sigma=0.05)
     assert np.allclose(table.kl_key.sel(form="weights", sigma=0.05), cell.sel(site="key").mean("draw"), rtol=1e-14)
-    assert np.allclose(table.ratio, as_table(noise).ratio, rtol=0)
+    assert np.allclose(table.ratio, query_key_noise_table(noise).ratio, rtol=0)
     reduced = reduce_replicates(table)
     geometric = np.exp(np.log(table.ratio).mean("prompt"))
     assert np.allclose(reduced.ratio, geometric, rtol=1e-12)

@@ -18,7 +18,7 @@ from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
-WRITES = KeptTensors.WRITES | KeptTensors.VALUES | KeptTensors.WEIGHTS
+WRITES = KeptTensors.WRITES | KeptTensors.VALUES | KeptTensors.KERNELS
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss"])
@@ -76,7 +76,7 @@ def test_only_the_sinks_change_and_the_first_token_keeps_its_output():
     constants = {1: torch.randn(2, 3, 5, dtype=F64)}
     chunk = Chunk.whole(2)
     edits = SinkEdits([(1, 2)], constants=constants).edits
-    without = edits[0].new(weights, chunk.at(Site.WEIGHTS, layer=1))
+    without = edits[0].new(weights, chunk.at(Site.KERNEL, layer=1))
     outputs = edits[1].new((without @ values).transpose(1, 2), chunk.at(Site.HEADS, layer=1)).transpose(1, 2)
     for text, head, t in np.ndindex(2, 3, 4):
         expected = sum(weights[text, head, t, j] * values[text, head, j] for j in range(4))
@@ -84,12 +84,12 @@ def test_only_the_sinks_change_and_the_first_token_keeps_its_output():
             expected = expected + weights[text, head, t, 0] * (constants[1][text, head] - values[text, head, 0])
         torch.testing.assert_close(outputs[text, head, t], expected, rtol=1e-12, atol=1e-12)
     (masked,) = SinkEdits([(1, 2)], renormalized=True).edits
-    changed = masked.new(weights, chunk.at(Site.WEIGHTS, layer=1))
+    changed = masked.new(weights, chunk.at(Site.KERNEL, layer=1))
     torch.testing.assert_close(changed.sum(-1), weights.sum(-1), rtol=1e-12, atol=1e-12)
     assert torch.equal(changed[:, :2], weights[:, :2])
     assert bool((changed[:, 2, 1:, 0] == 0).all())
     alone = torch.eye(2, dtype=F64).index_fill(1, torch.tensor([1]), 0.0).index_fill(1, torch.tensor([0]), 1.0)
-    kept = masked.new(alone.expand(1, 3, 2, 2), Chunk.whole(1).at(Site.WEIGHTS, layer=1))
+    kept = masked.new(alone.expand(1, 3, 2, 2), Chunk.whole(1).at(Site.KERNEL, layer=1))
     assert torch.equal(kept, alone.expand(1, 3, 2, 2))  # a query that sees only the sink keeps it
 
 
@@ -98,7 +98,7 @@ def test_padding_does_not_matter():
     weights = torch.tensor([[[[1.0, 0, 0], [0, 1, 0], [0, 0.5, 0.5]]]])
     visible = torch.tensor([[False, True, True]])
     (edit,) = SinkEdits([(0, 0)]).edits
-    changed = edit.new(weights, Chunk(rows=slice(0, 1), texts=1, visible=visible).at(Site.WEIGHTS, layer=0))
+    changed = edit.new(weights, Chunk(rows=slice(0, 1), texts=1, visible=visible).at(Site.KERNEL, layer=0))
     assert changed[0, 0].tolist() == [[1.0, 0, 0], [0, 1, 0], [0, 0, 0.5]]
 
 

@@ -237,7 +237,7 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
     run = hs.integrate(hs.SA(beta=1.0), hs.Uniform(n=4, dim=3).sample(batch=3, seed=0), [0.0, 1.0])
     for observe in (
         lambda seen: hs.overview(seen, beta=1.0),
-        lambda seen: hs.close_pair_probability(seen, delta=0.1),
+        lambda seen: hs.close_pair_shares(seen, delta=0.1),
         lambda seen: hs.observe.inner_product_histogram(seen),
         lambda seen: hs.track(seen, order=hs.order_parameter),
     ):

@@ -22,7 +22,7 @@ MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 SIM = hs.integrate(hs.SA(2.0), hs.Uniform(6, 3).sample(3, seed=0), [0.0, 1.0])
 DATA = xr.Dataset({"slope": ("beta", [1.0, 1.2]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
 REGION = hs.types.Region(text="within .1", low=0.9, high=1.1)
-RATE = hs.types.JudgedQuantity("rate", REGION, hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Ruling.SUPPORTED)
+RATE = hs.types.JudgedCondition("rate", REGION, hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Ruling.SUPPORTED)
 VERDICT = hs.Verdict(claim="rate", ruling=hs.types.Ruling.SUPPORTED, conditions=(RATE,))
 DIAGRAM = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
 DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")

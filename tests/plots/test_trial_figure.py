@@ -21,7 +21,7 @@ from helmscope.types import (
     Control,
     HelmscopeError,
     Interval,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Region,
@@ -46,7 +46,7 @@ def control(what: str, low: float, high: float, region=(0.9, 1.1), estimate: flo
 
 
 def verdict(low: float, high: float, region=(0.9, 1.1), estimate: float | None = None, also=(), **more) -> Verdict:
-    rate = JudgedQuantity("rate", between(*region), interval(low, high, estimate), Ruling.SUPPORTED)
+    rate = JudgedCondition("rate", between(*region), interval(low, high, estimate), Ruling.SUPPORTED)
     return Verdict(claim="my-claim", ruling=Ruling.SUPPORTED, conditions=(rate, *also), **more)
 
 
@@ -205,7 +205,7 @@ def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
     seen = [control("", *each, (low, high)) for each in intervals]
     assert type(choose_axis(between(low, high), [each.interval for each in seen])) is kind
     measured = seen[0].interval if seen else None
-    conditions = (JudgedQuantity("rate", between(low, high), measured, Ruling.SUPPORTED),)
+    conditions = (JudgedCondition("rate", between(low, high), measured, Ruling.SUPPORTED),)
     figure = trial_figure(replace(verdict(0.0, 1.0), conditions=conditions, controls=tuple(seen[1:])), NOTHING)
     left, right = figure.axes[0].get_xlim()
     assert math.isfinite(left)

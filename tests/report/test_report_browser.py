@@ -14,7 +14,7 @@ import shutil
 import pytest
 
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import run_trial
 from helmscope.report.page import page
 from support.children import run_child
 
@@ -50,7 +50,7 @@ window.onload = () => {
 @pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 def test_the_report_fits_a_phone_and_its_search_and_filter_work(tmp_path):
     catalogue = read_catalogue()
-    (tmp_path / "report.html").write_text(page(catalogue, [try_claim("kuramoto", quick=True)]), encoding="utf-8")
+    (tmp_path / "report.html").write_text(page(catalogue, [run_trial("kuramoto", quick=True)]), encoding="utf-8")
     (tmp_path / "harness.html").write_text(HARNESS, encoding="utf-8")
     command = [
         BROWSER,

@@ -18,7 +18,7 @@ import helmscope as hs
 from helmscope.claims.entry import Change, Condition, ControlCase, Entry, PrintedForm, SubjectKind
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.sources import sources
-from helmscope.claims.trial import Trial, try_claim
+from helmscope.claims.trial import Trial, run_trial
 from helmscope.plots.trial import NARROW, trial_figure
 from helmscope.plots.web import SVG, XLINK, web_svg
 from helmscope.report.board import BADGES, expected_false
@@ -28,7 +28,7 @@ from helmscope.types import (
     Control,
     HelmscopeError,
     Interval,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Provenance,
@@ -41,7 +41,7 @@ from support.children import run_python
 from support.html_tree import Element, tree
 
 CATALOGUE = read_catalogue()
-KURAMOTO = try_claim("kuramoto", quick=True)
+KURAMOTO = run_trial("kuramoto", quick=True)
 REGION = Region(text="at least 0", low=0.0)
 MEASURED = Interval(1.0, 0.9, 1.1, n=32)
 NASTY = """<script>alert("1")</script> & 'quoted' "twice" </article><img src=x onerror=y> {{ 7*7 }}"""
@@ -56,7 +56,7 @@ def cards(text: str) -> dict[str, Element]:
 
 def made_up(claim: str, ruling: Ruling, subject: str = "simulation", **more) -> Trial:
     conditions = (
-        () if ruling is Ruling.IMPOSSIBLE else (JudgedQuantity("slope", REGION, MEASURED, ruling, "from 32 seeds"),)
+        () if ruling is Ruling.IMPOSSIBLE else (JudgedCondition("slope", REGION, MEASURED, ruling, "from 32 seeds"),)
     )
     verdict = Verdict(
         **{"claim": claim, "ruling": ruling, "conditions": conditions, "subject": subject, **more},
@@ -71,7 +71,7 @@ ON_PAPER = PrintedStatement("lambda = O(e^-beta)", "slide 9", Judgment.NOT_SHARP
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    described = JudgedQuantity("a spread", Region(text="described"), MEASURED, Ruling.DESCRIBED)
+    described = JudgedCondition("a spread", Region(text="described"), MEASURED, Ruling.DESCRIBED)
     trials = [
         KURAMOTO,
         made_up("rate", Ruling.INCONCLUSIVE, controls=(FAILED,), printed=ON_PAPER, sentence="Failed."),
@@ -204,8 +204,8 @@ def test_the_board_has_a_column_for_each_subject_with_ruling_and_number(text):
 
 
 def test_the_number_on_the_board_is_that_of_the_deciding_condition():
-    first = JudgedQuantity("slope", REGION, MEASURED, Ruling.SUPPORTED)
-    second = JudgedQuantity("offset", REGION, Interval(-2.0, -2.1, -1.9, n=32), Ruling.REFUTED)
+    first = JudgedCondition("slope", REGION, MEASURED, Ruling.SUPPORTED)
+    second = JudgedCondition("offset", REGION, Interval(-2.0, -2.1, -1.9, n=32), Ruling.REFUTED)
     trial = made_up("rate", Ruling.REFUTED, conditions=(first, second))
     (_, row) = table_rows(tree(page(CATALOGUE, [trial])))
     assert row[2] == "\u2717 refuted -2 [-2.1, -1.9] offset"
@@ -214,7 +214,7 @@ def test_the_number_on_the_board_is_that_of_the_deciding_condition():
 def test_a_number_carries_its_statistic():
     """Its name beside it, which a phone shows too, and what it is in the words of the entry as a tooltip."""
     (condition,) = CATALOGUE["tokens-cluster"].conditions
-    growth = JudgedQuantity(condition.name, REGION, MEASURED, Ruling.REFUTED)
+    growth = JudgedCondition(condition.name, REGION, MEASURED, Ruling.REFUTED)
     trials = [made_up("tokens-cluster", Ruling.REFUTED, model, conditions=(growth,)) for model in "AB"]
     root = tree(page(CATALOGUE, trials))
     smalls = list(root.all("table")[0].all("small"))
@@ -376,9 +376,9 @@ def test_a_hostile_entry_of_a_users_catalogue_is_escaped():
     verdict = Verdict(
         claim=NASTY,
         ruling=Ruling.REFUTED,
-        conditions=(JudgedQuantity(NASTY, region, seen, Ruling.REFUTED, NASTY),),
+        conditions=(JudgedCondition(NASTY, region, seen, Ruling.REFUTED, NASTY),),
         controls=(Control(NASTY, region, seen, Ruling.REFUTED, NASTY),),
-        described=(JudgedQuantity(NASTY, region, seen, Ruling.DESCRIBED, NASTY),),
+        described=(JudgedCondition(NASTY, region, seen, Ruling.DESCRIBED, NASTY),),
         printed=PrintedStatement(NASTY, NASTY, Judgment.FALSE, NASTY),
         sentence=NASTY,
         setting=NASTY,
@@ -458,9 +458,9 @@ def test_equal_input_gives_equal_bytes_in_another_process_too():
     code = (
         "import hashlib, helmscope\n"
         "from helmscope.claims.reading import read_catalogue\n"
-        "from helmscope.claims.trial import try_claim\n"
+        "from helmscope.claims.trial import run_trial\n"
         "from helmscope.report.page import page\n"
-        "text = page(read_catalogue(), [try_claim('kuramoto', quick=True)])\n"
+        "text = page(read_catalogue(), [run_trial('kuramoto', quick=True)])\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
     digest = run_python(code, check=True).stdout.strip()

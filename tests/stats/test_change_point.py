@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helmscope.stats.change_point import held_out_errors
+from helmscope.stats.change_point import change_point_errors
 from helmscope.types import HelmscopeError
 
 
@@ -13,7 +13,7 @@ from helmscope.types import HelmscopeError
 def test_errors_agree_with_loops(n):
     draw = np.random.default_rng(n)
     x, y = np.cumsum(draw.uniform(0.5, 2.0, n)), draw.normal(size=n)
-    trend, step = held_out_errors(x, y)
+    trend, step = change_point_errors(x, y)
     for k in range(n):
         rows = [i for i in range(n) if i != k]
         slope, level = np.polyfit(x[rows], y[rows], 1)
@@ -30,9 +30,9 @@ def test_errors_agree_with_loops(n):
 
 def test_each_wins_where_it_is_true():
     x = np.arange(12.0)
-    trend, step = held_out_errors(x, 3 * x)
+    trend, step = change_point_errors(x, 3 * x)
     assert trend.sum() < 1e-20 < step.sum()
-    trend, step = held_out_errors(x, np.where(x < 5, 2.0, -1.0))
+    trend, step = change_point_errors(x, np.where(x < 5, 2.0, -1.0))
     assert step.sum() == pytest.approx(2 * 1.5**2)  # only at the two points beside the change
     assert trend.sum() > 2 * step.sum()
 
@@ -43,4 +43,4 @@ def test_each_wins_where_it_is_true():
 )
 def test_wrong_points_are_refused(x, y, message):
     with pytest.raises(HelmscopeError, match=message):
-        held_out_errors(x, y)
+        change_point_errors(x, y)

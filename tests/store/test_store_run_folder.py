@@ -24,7 +24,7 @@ from helmscope.types import (
     Control,
     HelmscopeError,
     Interval,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Provenance,
@@ -51,7 +51,7 @@ DATA = xr.Dataset(
     coords={"token": ["a", "é", "漢"], "layer": ("time", [0, 1])},
     attrs={"note": "ü", "n": 3},
 )
-SLOPE = JudgedQuantity(
+SLOPE = JudgedCondition(
     "slope", Region(text="slope > 0"), Interval(0.1, -0.2, 0.3, n=12), Ruling.SUPPORTED, "from 12 seeds", 9
 )
 VERDICT = Verdict(
@@ -352,7 +352,7 @@ def test_conditions_controls_described_and_printed_round_trip():
     either = replace(control, interval=None, expected=(Ruling.REFUTED, Ruling.INCONCLUSIVE))
     wide = Interval(0.0, -math.inf, 0.1, n=32)
     measured = PrintedStatement("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1", Judgment.TRUE, wide, region)
-    described = JudgedQuantity("spread", Region(text="described"), wide, Ruling.DESCRIBED)
+    described = JudgedCondition("spread", Region(text="described"), wide, Ruling.DESCRIBED)
     one = replace(
         VERDICT,
         setting="the unit sphere",

@@ -22,7 +22,7 @@ from helmscope.observe.free_energy import free_energy_along_depth
 from helmscope.observe.generator_test import generator_test
 from helmscope.observe.jko_layer import jko_layer
 from helmscope.observe.layer_whitening import layer_whitening
-from helmscope.observe.map_entropy import map_entropy
+from helmscope.observe.mlp_entropy_change import mlp_entropy_change
 from helmscope.observe.mobility_test import mobility_test
 from helmscope.observe.probes import ProbeBank
 from helmscope.solve.layer import Layer
@@ -105,8 +105,8 @@ def draw_map(size: int, count: int, generator: torch.Generator) -> Values:
     x = directions(generator, count, size + 1)
     force = linear(torch.diag(STRETCH - 1))
     run = hs.integrate(force, x, times=[0.0, 1.0], stepper=Layer(1.0))
-    measured = map_entropy(run, tokens=size, progress=False).isel(time=0)
-    return picked(measured, "entropy_change", "divergence")
+    measured = mlp_entropy_change(run, tokens=size, progress=False).isel(time=0)
+    return picked(measured, "entropy_change", "surface_divergence")
 
 
 def map_truths(size: int) -> dict[str, float]:
@@ -115,7 +115,10 @@ def map_truths(size: int) -> dict[str, float]:
     """
     a, b = STRETCH.tolist()
     length = math.log((3 * a + b) / 4)
-    return {"entropy_change": math.log(a * b) - 2 * length, "divergence": (a + b - 2) - 2 * (3 * (a - 1) + b - 1) / 4}
+    return {
+        "entropy_change": math.log(a * b) - 2 * length,
+        "surface_divergence": (a + b - 2) - 2 * (3 * (a - 1) + b - 1) / 4,
+    }
 
 
 PULL, NU, TIME = torch.tensor([1.0, -1.0], dtype=F64), 0.2, 0.1  # f = diag(1, -1) x, with isotropic noise
@@ -303,7 +306,7 @@ FLOW_LAWS = (
         together=True,
     ),
     Law(
-        "map_entropy",
+        "mlp_entropy_change",
         "x -> N(diag(1/2, 2) x), directions of N(0, diag(9, 1)) in R^2",
         "tokens",
         (4, 16),

@@ -19,9 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import helmscope as hs
 from helmscope.fields.attention import SA
 from helmscope.models.record import record
-from helmscope.observe.attention_divergence import attention_divergence
 from helmscope.observe.attention_drift import attention_drift
 from helmscope.observe.attention_noise import attention_noise, attention_noise_spectrum
+from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.context_noise import context_noise
 from helmscope.observe.temperature import effective_beta
@@ -111,7 +111,7 @@ def draw_drift(size: int, count: int, generator: torch.Generator) -> Values:
 
 
 def draw_divergence(size: int, count: int, generator: torch.Generator) -> Values:
-    return picked(attention_divergence(_cloud(size, count, generator)), "divergence")
+    return picked(attention_surface_divergence(_cloud(size, count, generator)), "surface_divergence")
 
 
 MATRIX = torch.tensor(
@@ -149,8 +149,10 @@ def draw_probes(size: int, count: int, generator: torch.Generator) -> Values:
         record(_small_model(), ids, batch_size=count),
         int(torch.randint(2**31, (1,), generator=generator)),
     )
-    rough, exact = (attention_divergence(recording, probes=k, seed=seed) for k in (size, 8 // HEADS))
-    return {"total_divergence": xr.DataArray((rough - exact).total_divergence.values.ravel(), dims="prompt")}
+    rough, exact = (attention_surface_divergence(recording, probes=k, seed=seed) for k in (size, 8 // HEADS))
+    return {
+        "total_surface_divergence": xr.DataArray((rough - exact).total_surface_divergence.values.ravel(), dims="prompt")
+    }
 
 
 KEYS, SHARED = 5, 0.5
@@ -209,14 +211,14 @@ ATTENTION_LAWS = (
     Law("attention_noise", UNIFORM, "tokens", (8, 16, 32), draw_noise, noise_truths),
     Law("attention_noise_spectrum", UNIFORM, "tokens", (16, 64), draw_spectrum, spectrum_truths),
     Law("attention_drift", UNIFORM, "tokens", (8, 32), draw_drift, zeros("drift", "drift_ratio", "mean_drift_norm")),
-    Law("attention_divergence", UNIFORM, "tokens", (8, 32), draw_divergence, zeros("divergence")),
+    Law("attention_surface_divergence", UNIFORM, "tokens", (8, 32), draw_divergence, zeros("surface_divergence")),
     Law(
-        "attention_divergence",
+        "attention_surface_divergence",
         "a random GPT-2 with 4 dimensions per head: random signs minus all basis vectors",
         "probes",
         (1, 2),
         draw_probes,
-        zeros("total_divergence"),
+        zeros("total_surface_divergence"),
     ),
     Law("effective_beta", "logits 1.5 <x, M y>, uniform tokens", "tokens", (8, 16, 32), draw_beta, beta_truths),
     Law(

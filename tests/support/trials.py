@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from helmscope.claims import reading
-from helmscope.types import Control, Interval, JudgedQuantity, Ruling, Verdict
+from helmscope.types import Control, Interval, JudgedCondition, Ruling, Verdict
 
 
-def named(verdict: Verdict, name: str) -> JudgedQuantity | Control:
+def named(verdict: Verdict, name: str) -> JudgedCondition | Control:
     """The condition, control or described quantity of that name."""
     (judged,) = [each for each in (*verdict.conditions, *verdict.controls, *verdict.described) if each.name == name]
     return judged

@@ -49,7 +49,7 @@ def test_plain_measures_and_observables_agree(training, name):
     ids = torch.tensor(words(hs.models.story_texts()[:4])["input_ids"])
     model = training.evaluate.load(hs.models.bundled_folder(name))[0]
     wanted = {key: value.double() for key, value in training.measures.measure(model, ids).items()}
-    recording = hs.record(model, ids, keep=hs.models.KeptTensors.WEIGHTS)
+    recording = hs.record(model, ids, keep=hs.models.KeptTensors.KERNELS)
     path, layers = recording.trajectory, recording.layers
     states = path.states[::2]
     found = {

@@ -98,13 +98,13 @@ def test_moments_follow_the_drift_and_reach_the_target() -> None:
         growth = matrix @ cov + cov @ matrix.mT + 2 * sigma
         return np.concatenate([(matrix @ mean + shift).numpy(), growth.flatten().numpy()])
 
-    start = np.concatenate([bridge.start_mean.numpy(), bridge.start_cov.flatten().numpy()])
+    start = np.concatenate([bridge.start_mean.numpy(), bridge.start_covariance.flatten().numpy()])
     path = solve_ivp(rate, (0, 0.8), start, t_eval=[0.3, 0.8], rtol=1e-8, atol=1e-10).y
     for k, t in enumerate((0.3, 0.8)):
         mean, cov = bridge.moments(t)
         np.testing.assert_allclose(path[:2, k], mean, atol=1e-6)
         np.testing.assert_allclose(path[2:, k].reshape(2, 2), cov, atol=1e-6)
-    np.testing.assert_allclose(bridge.moments(0.8)[1], bridge.end_cov, atol=1e-12)
+    np.testing.assert_allclose(bridge.moments(0.8)[1], bridge.end_covariance, atol=1e-12)
 
 
 FAULTS = {
@@ -183,7 +183,9 @@ def test_bad_input_is_named() -> None:
         GaussianBridge(ZERO, ONE, ZERO, ONE, nu=1.0, diffusion=ONE)
     with pytest.raises(HelmscopeError, match=r"diffusion is 0\.3, but it must be a matrix \(1, 1\)"):
         GaussianBridge(ZERO, ONE, ZERO, ONE, diffusion=0.3)  # type: ignore[arg-type]
-    with pytest.raises(HelmscopeError, match=r"end_cov has the eigenvalue -1, but it must be .* positive definite"):
+    with pytest.raises(
+        HelmscopeError, match=r"end_covariance has the eigenvalue -1, but it must be .* positive definite"
+    ):
         GaussianBridge(ZERO, ONE, ZERO, -ONE, nu=1)
     with pytest.raises(HelmscopeError, match=r"end_mean is \(2,\), but it must be a vector of length 1"):
         GaussianBridge(ZERO, ONE, torch.zeros(2), ONE, nu=1)

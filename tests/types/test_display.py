@@ -18,7 +18,7 @@ from helmscope.types import html_table, pluralized, short_description, shortened
 EVIL = "<script>alert(1)</script>"
 SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
 NULL = hs.types.Control(f"V = -I {EVIL}", REGION, SEEN, hs.types.Ruling.REFUTED, f"from {EVIL}")
-RATE = hs.types.JudgedQuantity(f"rate {EVIL}", REGION, SEEN, hs.types.Ruling.SUPPORTED, f"from {EVIL}")
+RATE = hs.types.JudgedCondition(f"rate {EVIL}", REGION, SEEN, hs.types.Ruling.SUPPORTED, f"from {EVIL}")
 PRINTED = hs.types.PrintedStatement(f"e^-beta {EVIL}", f"slide {EVIL}", hs.types.Judgment.FALSE, f"since {EVIL}")
 VERDICT = hs.Verdict(
     claim="rate",

@@ -74,8 +74,8 @@ def test_exclusive_bounds_in_words():
 
 def test_a_verdict_holds_what_a_reader_needs_and_does_not_change():
     interval, region = hs.Interval(0.1, 0.05, 0.3, 12), hs.types.Region(text="slope > 0", above=0.0)
-    slope = hs.types.JudgedQuantity("slope", region, interval, hs.types.Ruling.SUPPORTED)
-    fit = hs.types.JudgedQuantity("fit", region, interval, hs.types.Ruling.REFUTED)
+    slope = hs.types.JudgedCondition("slope", region, interval, hs.types.Ruling.SUPPORTED)
+    fit = hs.types.JudgedCondition("fit", region, interval, hs.types.Ruling.REFUTED)
     verdict = hs.Verdict(claim="c1", ruling=hs.types.Ruling.REFUTED, conditions=(slope, fit))
     assert (verdict.interval.estimate, verdict.region.above, verdict.deciding) == (0.1, 0.0, fit)
     assert verdict == hs.Verdict(**{item.name: getattr(verdict, item.name) for item in fields(verdict)})

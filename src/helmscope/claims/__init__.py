@@ -7,15 +7,6 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.claims import arm_statistics as arm_statistics
-    from helmscope.claims import attention_trials as attention_trials
-    from helmscope.claims import circle_functions as circle_functions
-    from helmscope.claims import generator_shares as generator_shares
-    from helmscope.claims import mlp_shares as mlp_shares
-    from helmscope.claims import prompts as prompts
-    from helmscope.claims import rank_correlation as rank_correlation
-    from helmscope.claims import small_steps as small_steps
-    from helmscope.claims import theory_flow as theory_flow
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import SubjectKind as SubjectKind
@@ -24,12 +15,12 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Count as Count
     from helmscope.claims.evidence import Evidence as Evidence
     from helmscope.claims.evidence import IdentityErrors as IdentityErrors
+    from helmscope.claims.evidence import Inconclusive as Inconclusive
     from helmscope.claims.evidence import PairedDifferences as PairedDifferences
     from helmscope.claims.evidence import PremiseImpossible as PremiseImpossible
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import ReplicatesInEveryCase as ReplicatesInEveryCase
     from helmscope.claims.evidence import ReplicatesInSomeCase as ReplicatesInSomeCase
-    from helmscope.claims.evidence import Undecided as Undecided
     from helmscope.claims.finding import Finding as Finding
     from helmscope.claims.prompts import ChosenPrompts as ChosenPrompts
     from helmscope.claims.reading import read_catalogue as read_catalogue
@@ -39,7 +30,7 @@ if TYPE_CHECKING:
     from helmscope.claims.sources import Source as Source
     from helmscope.claims.sources import sources as sources
     from helmscope.claims.trial import Trial as Trial
-    from helmscope.claims.trial import try_claim as try_claim
+    from helmscope.claims.trial import run_trial as run_trial
     from helmscope.claims.twin_contrast import TwinContrast as TwinContrast
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -36,7 +36,7 @@ SILENT = Arm(AttentionMode.OFF, mlp=False)
 UNTRAINED = f"{ATTENTION.label}, untrained"  # the same arm of untrained twins
 SAME_PROMPTS = f"{ATTENTION.label}, prompts of the twins"  # the trained model on the prompts of its twins
 NO_MIXING, NEGATED = Arm(AttentionMode.NO_MIXING, mlp=False), Arm(AttentionMode.NEGATED, mlp=False)
-AT_WHOLE_RADIUS = Arm(mlp=False, whole_radius=True)
+AT_WHOLE_RADIUS = Arm(mlp=False, radius_of_whole_model=True)
 NO_MIXING_WITH_MLP, NEGATED_WITH_MLP = Arm(AttentionMode.NO_MIXING), Arm(AttentionMode.NEGATED)
 OTHER_TWIN_ARMS = (MLP, NO_MIXING, NEGATED, NO_MIXING_WITH_MLP, NEGATED_WITH_MLP)  # no writes need no twins
 
@@ -123,8 +123,10 @@ class Factorial:
     >>> from helmscope.models.bundled_models import story_texts
     >>> case = registered_case("attention-clusters", subject=Subject("A", story_texts()[:1]), quick=True)
     >>> factorial = Factorial.of(case)
-    >>> factorial.refusal.evidence.reason[:32], bool(factorial.arm(ATTENTION).growth > factorial.arm(WHOLE).growth)
-    ('the claim needs 32 different tex', True)
+    >>> factorial.unsupported_reason.evidence.reason[:32]
+    'the claim needs 32 different tex'
+    >>> bool(factorial.arm(ATTENTION).growth > factorial.arm(WHOLE).growth)
+    True
     """
 
     subject: Subject
@@ -160,17 +162,17 @@ class Factorial:
         return self.chosen.texts
 
     @cached_property
-    def refusal(self) -> Finding | None:
+    def unsupported_reason(self) -> Finding | None:
         """The finding that the claims cannot be tried on this subject: too few different texts leave them undecided,
         and no sphere, or a half that cannot be switched off, makes their premise impossible; None if they can be tried.
         """
         if self.chosen.too_few:
-            return Finding.undecided(self.chosen.too_few)
+            return Finding.inconclusive(self.chosen.too_few)
         missing = self.subject.unmet_premise("on_sphere")
         if missing is not None:
             return Finding.impossible(missing)
-        refusals = [self.arm_or_reason(SILENT, only_described=True), self.arm_or_reason(ATTENTION)]
-        reason = next((refusal for refusal in refusals if isinstance(refusal, str)), None)
+        reasons = [self.arm_or_reason(SILENT, only_described=True), self.arm_or_reason(ATTENTION)]
+        reason = next((reason for reason in reasons if isinstance(reason, str)), None)
         if reason is None:
             return None
         return Finding.impossible(f"attention and MLP of {self.subject.name} cannot be switched off: {reason}")

@@ -73,7 +73,7 @@ class AttentionTrial:
     def without_ruling(self) -> Finding | None:
         """The finding of a subject on which the claim cannot be tried, or has too few prompts; None if it can."""
         if self.chosen.too_few:
-            return Finding.undecided(self.chosen.too_few)
+            return Finding.inconclusive(self.chosen.too_few)
         return None if self.unmet is None else Finding.impossible(self.unmet)
 
     @cached_property
@@ -86,7 +86,7 @@ class AttentionTrial:
             _ = self.silent
         except HelmscopeError as error:
             return f"attention and MLP of {self.subject.name} cannot be switched off: {error}"
-        return self.recording.refusal(AttentionNoiseSpectrum())
+        return self.recording.unsupported_reason(AttentionNoiseSpectrum())
 
     @property
     def recording(self) -> Recording:
@@ -156,7 +156,7 @@ def contexts_of(subject: Subject) -> tuple[np.ndarray, str]:
     """
     if is_bundled(subject.model):
         contexts = validation_contexts()
-        return contexts, f"{len(contexts)} validation windows of 128 tokens without held-back ones"
+        return contexts, f"{len(contexts)} validation windows of 128 tokens without held-out ones"
     length = min(len(row) for row in subject.token_ids)
     return np.array([row[:length] for row in subject.token_ids]), f"{len(subject.token_ids)} texts of {length} tokens"
 

@@ -91,7 +91,7 @@ class PrintedForm(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A line of an entry's history: what changed with ``version``, why, and the verdict ``before``; or a ``look`` at
-    the held-back texts, whose verdicts were published.
+    the held-out texts, whose verdicts were published.
 
     >>> Change(version=2, change="the bound is exclusive", reason="0 supported it", before="supported").look
     ''

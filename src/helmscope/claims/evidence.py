@@ -294,10 +294,10 @@ class PremiseImpossible:
 
 
 @dataclass(frozen=True)
-class Undecided:
+class Inconclusive:
     """The statement that a subject has too little for a ruling, such as too few prompts, and what is missing.
 
-    >>> Undecided("the claim needs 32 different texts").weigh(Region(text="below .1", high=0.1)).ruling.value
+    >>> Inconclusive("the claim needs 32 different texts").weigh(Region(text="below .1", high=0.1)).ruling.value
     'inconclusive'
     """
 

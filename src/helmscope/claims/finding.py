@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from helmscope.claims.evidence import Evidence, PremiseImpossible, Undecided
+from helmscope.claims.evidence import Evidence, Inconclusive, PremiseImpossible
 from helmscope.types import Attachment, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ class Finding:
         return cls(evidence=PremiseImpossible(reason), setting=setting, described=described or {})
 
     @classmethod
-    def undecided(cls, reason: str, *, setting: str = "") -> Finding:
+    def inconclusive(cls, reason: str, *, setting: str = "") -> Finding:
         """The finding that nothing was measured because the subject has too little, such as too few different texts;
         the ruling is inconclusive.
 
-        >>> Finding.undecided("the claim needs 32 different texts").evidence.reason
+        >>> Finding.inconclusive("the claim needs 32 different texts").evidence.reason
         'the claim needs 32 different texts'
         """
-        return cls(evidence=Undecided(reason), setting=setting)
+        return cls(evidence=Inconclusive(reason), setting=setting)
 
     def __post_init__(self) -> None:
         _check_field_types(self, evidence=Evidence | Mapping, controls=Mapping, described=Mapping)

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from helmscope.claims.entry import Condition, ControlCase, Entry, SubjectKind
-from helmscope.claims.evidence import Assessment, Evidence, PremiseImpossible, Undecided
+from helmscope.claims.evidence import Assessment, Evidence, Inconclusive, PremiseImpossible
 from helmscope.claims.finding import Finding
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
     HelmscopeError,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Provenance,
@@ -65,7 +65,7 @@ def judge(
     reduced(finding.data)  # raise for data that cannot be plotted here, not in a report after many trials
     provenance = provenance or Provenance(entry=entry.hash, version=entry.version)
     described = tuple(_judged(name, UNJUDGED, given.weigh(UNJUDGED)) for name, given in finding.described.items())
-    if isinstance(finding.evidence, PremiseImpossible | Undecided):
+    if isinstance(finding.evidence, PremiseImpossible | Inconclusive):
         reason = finding.evidence.reason
         return Verdict(
             claim=entry.id,
@@ -101,7 +101,7 @@ def judge(
     )
 
 
-def _left_open(condition: JudgedQuantity) -> JudgedQuantity:
+def _left_open(condition: JudgedCondition) -> JudgedCondition:
     """A condition that is not decided, since replicates are lacking."""
     if condition.ruling is Ruling.DESCRIBED:
         return condition
@@ -109,15 +109,15 @@ def _left_open(condition: JudgedQuantity) -> JudgedQuantity:
 
 
 def combine(
-    conditions: Sequence[JudgedQuantity], controls: Sequence[Control], premises: Collection[str] = ()
+    conditions: Sequence[JudgedCondition], controls: Sequence[Control], premises: Collection[str] = ()
 ) -> Ruling:
     """The ruling over all conditions: refuted if one is, impossible if the premise of one is, supported if all are;
     inconclusive if a control failed. Conditions named in ``premises`` come first: unless they hold, the others decide
     nothing.
 
     >>> region = Region(text="above 0", above=0.0)
-    >>> slope = JudgedQuantity("slope", region, None, Ruling.SUPPORTED)
-    >>> combine([slope, JudgedQuantity("fit", region, None, Ruling.REFUTED)], []).value
+    >>> slope = JudgedCondition("slope", region, None, Ruling.SUPPORTED)
+    >>> combine([slope, JudgedCondition("fit", region, None, Ruling.REFUTED)], []).value
     'refuted'
     """
     if not all(control.as_expected for control in controls):
@@ -134,8 +134,8 @@ def combine(
     return Ruling.DESCRIBED
 
 
-def _judged(name: str, region: Region, assessment: Assessment) -> JudgedQuantity:
-    return JudgedQuantity(
+def _judged(name: str, region: Region, assessment: Assessment) -> JudgedCondition:
+    return JudgedCondition(
         name, region, assessment.interval, assessment.ruling, assessment.basis, assessment.replicates_needed
     )
 
@@ -227,7 +227,7 @@ def _check_names(returned: str, entry: Entry, wanted: Sequence[str], given: Mapp
 
 def _sentences(
     ruling: Ruling,
-    conditions: Sequence[JudgedQuantity],
+    conditions: Sequence[JudgedCondition],
     controls: Sequence[Control],
     finding: Finding,
     printed: PrintedStatement | None,

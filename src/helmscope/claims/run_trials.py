@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.registry import TrialCase, registered
-from helmscope.claims.trial import Trial, sources, try_claim
+from helmscope.claims.trial import Trial, run_trial, sources
 from helmscope.models.subject import Subject
 from helmscope.runs.run_units import RunResult, UnitsFailed, run_units
 from helmscope.runs.serial import Serial
@@ -72,12 +72,12 @@ def plan_trials(
     *,
     other: Subject | None = None,
     folder: str | Path | None = None,
-    held_back: bool = False,
+    held_out: bool = False,
 ) -> list[PlannedTrial]:
     """The trials of some claims on some subjects, by default on those that each experiment names: subject by subject,
     so that each model is recorded once.
 
-    With ``held_back``, default subjects that are bundled models are tried on the held-back texts. Raises
+    With ``held_out``, default subjects that are bundled models are tried on the held-out texts. Raises
     HelmscopeError for an unknown claim, and for a claim that can be tried on none of the subjects; a subject that only
     some of the claims can be tried on is left out for the others.
 
@@ -93,7 +93,7 @@ def plan_trials(
             case = chosen.case(subject=subjects[0] if subjects else None, other=other)  # a comparison has one pair
             pairs.append((claim, case.subject, case.other))
             continue
-        defaults = tuple(subject.held_back() for subject in chosen.defaults) if held_back else chosen.defaults
+        defaults = tuple(subject.held_out() for subject in chosen.defaults) if held_out else chosen.defaults
         fitting = [subject for subject in subjects or defaults if chosen.fits(subject)]
         if not fitting:
             chosen.case(subject=subjects[0])  # raises: says what the claim can be tried on
@@ -127,7 +127,7 @@ def run_trials(
     subjects: Sequence[Subject] = (),
     engine: Engine | None = None,
 ) -> list[Trial]:
-    """Run ``try_claim`` for several claims and subjects, as units of work in the run folder ``to``, and write
+    """Run ``run_trial`` for several claims and subjects, as units of work in the run folder ``to``, and write
     verdicts.json there: one verdict for each claim and subject.
 
     ``subjects`` are by default those that each experiment names. If experiments fail, the others still run and their
@@ -219,7 +219,7 @@ def trial_unit(
     """
     second = None if other is None else _decode_subject(other)
     with redirect_stdout(sys.stderr):
-        trial = try_claim(claim, seed=seed, quick=quick, folder=folder, subject=_decode_subject(subject), other=second)
+        trial = run_trial(claim, seed=seed, quick=quick, folder=folder, subject=_decode_subject(subject), other=second)
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
 
 

@@ -81,7 +81,7 @@ class Trial(Plottable):
         return trial_figure(self.verdict, self.data, **options)
 
 
-def try_claim(
+def run_trial(
     claim: str,
     *,
     seed: int = 0,
@@ -99,7 +99,7 @@ def try_claim(
     called with 1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment, for a
     subject that it cannot be tried on, and if the experiment fails.
 
-    >>> try_claim("kuramoto", quick=True).verdict.ruling.value
+    >>> run_trial("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     TrialCase(seed, quick)

@@ -12,7 +12,7 @@ import typer
 from helmscope.cli.options import (
     AllowMixed,
     From,
-    HeldBack,
+    HeldOut,
     Jobs,
     MaxMemory,
     Models,
@@ -146,14 +146,14 @@ def _condition_text(case: Condition) -> str:
 
 
 @claims.command("test")
-def try_claims(
+def run_claims(
     claim: Annotated[list[str] | None, typer.Argument(help="Ids of claims [default: all that can be tried].")] = None,
     folder: From = None,
     model: Models = None,
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
-    held_back: HeldBack = False,
+    held_out: HeldOut = False,
     quick: Quick = False,
     seed: TrialSeed = 0,
     threads: Threads = 1,

@@ -45,9 +45,9 @@ Texts = Annotated[
 ]
 Other = Annotated[str | None, typer.Option(help="Second model, for claims that compare two.")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are longer than the model's context.")]
-HeldBack = Annotated[
+HeldOut = Annotated[
     bool,
-    typer.Option("--held-back", help="Use the held-back texts of the bundled models, as report does."),
+    typer.Option("--held-out", help="Use the held-out texts of the bundled models, as report does."),
 ]
 TrialSeed = Annotated[int, typer.Option(help="Random seed of the trials.")]
 

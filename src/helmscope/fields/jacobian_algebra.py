@@ -194,7 +194,7 @@ def jacobian_algebra(
     if not isinstance(force, Force):
         raise HelmscopeError(f"force is {type_with_article(force)}, but it must be an MLP or a GatedMLP")
     if any(rows.ndim > 2 for rows in force.input_rows) or force.w_out.ndim > 2:
-        raise HelmscopeError("force has batch axes, but one MLP at a time has a Jacobian algebra")
+        raise HelmscopeError("force has batch axes, but only one MLP at a time is supported")
     like = force.w_out if like is None else like
     rows = torch.cat([each.to(like) for each in force.input_rows])
     columns = torch.cat([force.w_out.to(like)] * len(force.input_rows), 1)

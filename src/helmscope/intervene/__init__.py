@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from helmscope.intervene.attention import AblateHead as AblateHead
     from helmscope.intervene.attention import MaskKeys as MaskKeys
     from helmscope.intervene.attention import Perturb as Perturb
-    from helmscope.intervene.attention import ReplaceWeights as ReplaceWeights
+    from helmscope.intervene.attention import ReplaceKernel as ReplaceKernel
     from helmscope.intervene.change import edited as edited
     from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.intervene.edit import Edit as Edit
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from helmscope.intervene.one_side import OneSidedEdit as OneSidedEdit
     from helmscope.intervene.one_side import matched_sides as matched_sides
     from helmscope.intervene.query_key import CenteredKeyNoise as CenteredKeyNoise
-    from helmscope.intervene.query_key import Gauge as Gauge
+    from helmscope.intervene.query_key import GaugeTransform as GaugeTransform
     from helmscope.intervene.query_key import MatchedQueryNoise as MatchedQueryNoise
     from helmscope.intervene.query_key import ShiftKeys as ShiftKeys
     from helmscope.intervene.side_by_side import SideBySide as SideBySide
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from helmscope.intervene.states import Add as Add
     from helmscope.intervene.states import Patch as Patch
     from helmscope.intervene.states import Replace as Replace
-    from helmscope.intervene.token_bands import PerturbBand as PerturbBand
+    from helmscope.intervene.token_bands import PerturbFourierBand as PerturbFourierBand
     from helmscope.intervene.token_bands import ScaleLogits as ScaleLogits
-    from helmscope.intervene.token_bands import band_share as band_share
-    from helmscope.intervene.token_bands import token_basis as token_basis
-    from helmscope.intervene.token_bands import token_frequencies as token_frequencies
+    from helmscope.intervene.token_bands import fourier_band_share as fourier_band_share
+    from helmscope.intervene.token_bands import fourier_basis as fourier_basis
+    from helmscope.intervene.token_bands import fourier_frequencies as fourier_frequencies
     from helmscope.intervene.weight_noise import WeightNoise as WeightNoise
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

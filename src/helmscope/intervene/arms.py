@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.intervene.arm_edits import FreezeNorm, NegateValues
-from helmscope.intervene.attention import ReplaceWeights
+from helmscope.intervene.attention import ReplaceKernel
 from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
 from helmscope.models.recording import Recording, check_recording
@@ -51,15 +51,15 @@ class AttentionMode(Enum):
 @dataclass(frozen=True)
 class Arm:
     """One arm: what ``attention`` does in all layers, and whether the MLPs write. ``mlp`` is True (all on), False (all
-    off), or the numbers of the layers whose MLP stays on. With ``whole_radius`` every state is rescaled to the radius
-    that the token has at this depth in the whole model, so that the angle moved by a write is not changed by a smaller
-    radius.
+    off), or the numbers of the layers whose MLP stays on. With ``radius_of_whole_model`` every state is rescaled to the
+    radius that the token has at this depth in the whole model, so that the angle moved by a write is not changed by a
+    smaller radius.
 
     >>> Arm(mlp=False).label
     'attention alone'
     >>> Arm(mlp={3, 1}).label
     'attention with the MLPs of layers 1, 3'
-    >>> Arm(mlp=False, whole_radius=True).label
+    >>> Arm(mlp=False, radius_of_whole_model=True).label
     "attention alone, at the whole model's radius"
     >>> from helmscope.models.record import record
     >>> Arm(mlp=False).edits(record("A", ["Once upon a time"]))
@@ -68,14 +68,16 @@ class Arm:
 
     attention: AttentionMode = AttentionMode.ON
     mlp: bool | Collection[int] = True
-    whole_radius: bool = False
+    radius_of_whole_model: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.attention, AttentionMode):
             allowed = ", ".join(str(mode) for mode in AttentionMode)
             raise HelmscopeError(f"attention is {self.attention!r:.60}, but it must be one of {allowed}")
-        if not isinstance(self.whole_radius, bool):
-            raise HelmscopeError(f"whole_radius is {self.whole_radius!r:.60}, but it must be True or False")
+        if not isinstance(self.radius_of_whole_model, bool):
+            raise HelmscopeError(
+                f"radius_of_whole_model is {self.radius_of_whole_model!r:.60}, but it must be True or False"
+            )
         if isinstance(self.mlp, str) or not isinstance(self.mlp, bool | Collection):
             raise HelmscopeError(
                 f"mlp is {self.mlp!r:.60}, but it must be True, False or the layers whose MLP stays on, such as [0, 3]"
@@ -96,13 +98,14 @@ class Arm:
             mlps = f"the {'MLP' if len(self.mlp) == 1 else 'MLPs'} of layer{'s' if len(self.mlp) > 1 else ''} {numbers}"
             heads = {AttentionMode.ON: f"attention with {mlps}", AttentionMode.OFF: f"{mlps} alone"}
             label = heads.get(mode, f"{mode.value}, with {mlps}")
-        return f"{label}, at the whole model's radius" if self.whole_radius else label
+        return f"{label}, at the whole model's radius" if self.radius_of_whole_model else label
 
     def edits(self, recording: Recording) -> tuple[AbstractEdit, ...]:
         """The edits that turn the model of a recording into this arm, for ``recording.under``.
 
-        ``recording`` is that of the whole model, whose radii ``whole_radius`` uses. The whole model needs none. Raises
-        HelmscopeError if ``mlp`` names a layer that the model does not have, or if its attention cannot be edited.
+        ``recording`` is that of the whole model, whose radii ``radius_of_whole_model`` uses. The whole model needs
+        none. Raises HelmscopeError if ``mlp`` names a layer that the model does not have, or if its attention cannot be
+        edited.
 
         >>> from helmscope import record
         >>> len(Arm(mlp=False).edits(record("A", ["Once upon a time"])))
@@ -113,13 +116,13 @@ class Arm:
         if self.attention is AttentionMode.OFF:
             edits.append(Ablate(site=Site.ATTENTION))
         elif self.attention is AttentionMode.NO_MIXING:
-            edits.append(ReplaceWeights(function=_identity_weights))
+            edits.append(ReplaceKernel(function=_identity_weights))
         elif self.attention is AttentionMode.NEGATED:
             edits.append(NegateValues.of(recording))
         silent = self._silent_layers(len(recording.anatomy.layers))
         if silent is None or silent:
             edits.append(Ablate(silent, site=Site.MLP))
-        return (*edits, FreezeNorm(recording)) if self.whole_radius else tuple(edits)
+        return (*edits, FreezeNorm(recording)) if self.radius_of_whole_model else tuple(edits)
 
     def _silent_layers(self, count: int) -> list[int] | None:
         """The layers whose MLP is off; None for all of them."""

@@ -1,5 +1,5 @@
 """Edits inside attention: noise on queries, keys and values (``Perturb``, also on states and writes), changed attention
-weights (``ReplaceWeights``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
+weights (``ReplaceKernel``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
 cross-attention, by their ``site``.
 """
 
@@ -71,9 +71,9 @@ class Perturb(SiteEdit):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReplaceWeights(SiteEdit):
+class ReplaceKernel(SiteEdit):
     """Replace the attention weights (rows, heads, n, n) of a layer by ``function(weights)``; the output of attention is
-    computed from the new weights. At Site.CROSS_WEIGHTS they are those of cross-attention, (rows, heads, n, m).
+    computed from the new weights. At Site.CROSS_KERNEL they are those of cross-attention, (rows, heads, n, m).
 
     With uniform weights instead of those that the model computes:
 
@@ -82,15 +82,15 @@ class ReplaceWeights(SiteEdit):
     >>> def uniform(weights):
     ...     causal = torch.ones_like(weights).tril()
     ...     return causal / causal.sum(-1, keepdim=True)
-    >>> edited = recording.under(ReplaceWeights([0], function=uniform))
+    >>> edited = recording.under(ReplaceKernel([0], function=uniform))
     >>> edited.kernel(layer=0)[0, 0, 1, :3]
     tensor([0.5000, 0.5000, 0.0000])
     """
 
-    allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)
+    allowed = (Site.KERNEL, Site.CROSS_KERNEL)
     layers: int | Sequence[int] | None = None
     function: Callable[[Tensor], Tensor] = torch.clone
-    site: Site = Site.WEIGHTS
+    site: Site = Site.KERNEL
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +139,9 @@ class AblateHead(SiteEdit):
         ):
             if number is not None:
                 if given:
-                    raise HelmscopeError(f"{one} is {number!r} and {several} is given too, but one of them says which")
+                    raise HelmscopeError(
+                        f"{one} is {number!r} and {several} is given too: pass either {one} or {several}, not both"
+                    )
                 object.__setattr__(self, several, (check_integer(one, number, at_least=0),))
         super().__post_init__()
         object.__setattr__(self, "heads", whole_numbers("heads", self.heads))

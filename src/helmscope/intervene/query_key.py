@@ -1,5 +1,5 @@
-"""Edits that compare noise on queries with noise on keys fairly: ``Gauge``, ``ShiftKeys``, ``CenteredKeyNoise`` and
-``MatchedQueryNoise``.
+"""Edits that compare noise on queries with noise on keys fairly: ``GaugeTransform``, ``ShiftKeys``,
+``CenteredKeyNoise`` and ``MatchedQueryNoise``.
 
 Attention depends on queries and keys only by the logits beta <q_i, k_j>, up to a constant per query. Two changes
 therefore leave the model as it is, but not the size of its queries and keys:
@@ -39,7 +39,7 @@ ROW_SUM = 1e-2  # deviation of the sum of a row of weights from 1 that rounding 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gauge(SiteEdit):
+class GaugeTransform(SiteEdit):
     """Multiply all queries by ``factor`` and divide all keys by it, q -> c q and k -> k / c.
 
     The logits <q, k> stay the same, bit by bit if c is a power of 2, and so does the model. Noise added after it (later
@@ -47,7 +47,7 @@ class Gauge(SiteEdit):
 
     >>> from helmscope.models.record import record
     >>> recording = record("A", ["Once upon a time"])
-    >>> torch.equal(recording.under(Gauge(factor=2)).logits(), recording.logits())
+    >>> torch.equal(recording.under(GaugeTransform(factor=2)).logits(), recording.logits())
     True
     """
 

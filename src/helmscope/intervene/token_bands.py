@@ -1,5 +1,5 @@
-"""Perturbations of the residual stream that are limited to a band of frequencies along the tokens: ``PerturbBand``, and
-``ScaleLogits``, which makes attention sharper or more diffuse.
+"""Perturbations of the residual stream that are limited to a band of frequencies along the tokens:
+``PerturbFourierBand``, and ``ScaleLogits``, which makes attention sharper or more diffuse.
 
 The basis along n tokens is the orthonormal real Fourier basis, with t = 0, ..., n - 1 and m = 1, 2, ... < n / 2,
 
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9  # by which a frequency may be outside the band
 
 
-def token_frequencies(tokens: int) -> Float[Tensor, " tokens"]:
+def fourier_frequencies(tokens: int) -> Float[Tensor, " tokens"]:
     """The frequencies of the real Fourier basis along a number of tokens, from 0 to at most 1, in rising order.
 
-    >>> token_frequencies(4)
+    >>> fourier_frequencies(4)
     tensor([0.0000, 0.5000, 0.5000, 1.0000], dtype=torch.float64)
     """
     n = check_integer("tokens", tokens, at_least=1)
     return 2 * ((torch.arange(n, device="cpu") + 1) // 2).double() / n
 
 
-def token_basis(tokens: int) -> Float[Tensor, "tokens tokens"]:
-    """The orthonormal real Fourier basis along a number of tokens: column k has the k-th of ``token_frequencies``.
+def fourier_basis(tokens: int) -> Float[Tensor, "tokens tokens"]:
+    """The orthonormal real Fourier basis along a number of tokens: column k has the k-th of ``fourier_frequencies``.
 
-    >>> basis = token_basis(4)
+    >>> basis = fourier_basis(4)
     >>> bool(((basis.mT @ basis - torch.eye(4)).abs() < 1e-15).all())
     True
     """
-    frequencies = token_frequencies(tokens)
+    frequencies = fourier_frequencies(tokens)
     place, k = torch.arange(tokens, device="cpu").double(), torch.arange(tokens, device="cpu")
     phase = math.pi * place.unsqueeze(-1) * frequencies
     waves = torch.where(k % 2 == 1, phase.cos(), phase.sin())
@@ -62,16 +62,16 @@ def token_basis(tokens: int) -> Float[Tensor, "tokens tokens"]:
 
 
 @full_precision
-def band_share(states: Float[Tensor, "*batch n d"], band: tuple[float, float]) -> Float[Tensor, "*batch"]:
+def fourier_band_share(states: Float[Tensor, "*batch n d"], band: tuple[float, float]) -> Float[Tensor, "*batch"]:
     """The share of the squared norm of each cloud that lies in a band of frequencies along its tokens; NaN for 0.
 
     >>> alternating = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    >>> band_share(alternating, (0.75, 1.0)).item(), band_share(alternating, (0.0, 0.25)).item()
+    >>> fourier_band_share(alternating, (0.75, 1.0)).item(), fourier_band_share(alternating, (0.0, 0.25)).item()
     (1.0, 0.0)
     """
     low, high = check_band("band", band)
-    parts = (token_basis(states.shape[-2]).to(states.device).mT @ states.double()).square().sum(-1)
-    frequencies = token_frequencies(states.shape[-2]).to(parts.device)
+    parts = (fourier_basis(states.shape[-2]).to(states.device).mT @ states.double()).square().sum(-1)
+    frequencies = fourier_frequencies(states.shape[-2]).to(parts.device)
     return parts[..., _inside(frequencies, low, high)].sum(-1) / parts.sum(-1)
 
 
@@ -96,7 +96,7 @@ def check_has_frequency(name: str, band: tuple[float, float], tokens: int, text:
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: band is (0.1, 0.2), but text 0 has 2 visible tokens and only the frequencies 0, 1
     """
-    frequencies = token_frequencies(max(tokens, 1))
+    frequencies = fourier_frequencies(max(tokens, 1))
     if not tokens or not bool(_inside(frequencies, *band).any()):
         distinct = sorted(set(frequencies.tolist()))
         shown = ", ".join(f"{value:g}" for value in distinct[:6])
@@ -112,20 +112,20 @@ def _inside(frequencies: Tensor, low: float, high: float) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PerturbBand(SiteEdit):
+class PerturbFourierBand(SiteEdit):
     """Add a random perturbation to a state or write, limited to a ``band`` of frequencies along the visible tokens of
-    each text (``token_frequencies``), of exact relative norm:
+    each text (``fourier_frequencies``), of exact relative norm:
 
         delta = sum_k phi_k a_k,    a_k ~ N(0, I_d),    scaled to |delta|_F = relative |x|_F    for each text.
 
     With ``per_token`` it is scaled at every token instead, |delta_t| = relative |x_t|: where radii or the norms of the
-    draw differ between tokens, a part of it then leaves the band (``band_share`` says how much).
+    draw differ between tokens, a part of it then leaves the band (``fourier_band_share`` says how much).
 
     The draw depends only on ``seed``, the layer and the index of the text. Raises HelmscopeError at a text that has no
     frequency in the band, for relative < 0 and for a band that is not within 0 to 1.
 
-    >>> PerturbBand([3], band=(0.75, 1.0), relative=0.1, seed=1)
-    PerturbBand(layers=[3], band=[0.75, 1.0], relative=0.1, seed=1)
+    >>> PerturbFourierBand([3], band=(0.75, 1.0), relative=0.1, seed=1)
+    PerturbFourierBand(layers=[3], band=[0.75, 1.0], relative=0.1, seed=1)
     """
 
     allowed = EDITABLE_STATES
@@ -155,7 +155,7 @@ class PerturbBand(SiteEdit):
     @full_precision
     def _draw(self, state: Tensor, context: EditContext, text: int) -> Tensor:
         check_has_frequency("band", self.band, len(state), text)
-        waves = token_basis(len(state))[:, _inside(token_frequencies(len(state)), *self.band)]
+        waves = fourier_basis(len(state))[:, _inside(fourier_frequencies(len(state)), *self.band)]
         drawn = context.generator(self.seed, text).standard_normal((waves.shape[1], state.shape[1]))
         delta = (waves @ torch.from_numpy(drawn)).to(state.device)
         axes = (-1,) if self.per_token else (-2, -1)

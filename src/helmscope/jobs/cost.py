@@ -144,11 +144,16 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
 
 def measurement_cost(spec: MeasurementSpec) -> Estimate:
     """The time of all measurements of a model, counted in forwards, and that of a forward from a few texts."""
-    from helmscope.observe.measure import REPLAY_FORWARDS, refusals, standalone_measurements, streaming_instruments
+    from helmscope.observe.measure import (
+        REPLAY_FORWARDS,
+        standalone_measurements,
+        streaming_instruments,
+        unsupported_measurements,
+    )
 
     subject = spec.subject()
     few = subject.recording_of(subject.texts[:SAMPLE_SYSTEMS])
-    reasons = refusals(few)
+    reasons = unsupported_measurements(few)
     names = [name for name in reasons if (name in spec.only if spec.only else reasons[name] is None)]
     streamed = any(each.name in names for each in streaming_instruments())
     standalone = sum(each.cost(quick=spec.quick) for each in standalone_measurements() if each.name in names)

@@ -113,8 +113,8 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         if self.nu_axis is not None and self.process is None:
             self._set("process", PROCESS)
         for start, options in START_FIELDS.items():
-            refusal = f"it belongs to the start '{start}', not to '{self.start}': omit it, or set start to '{start}'"
-            self._complete_options(options, self.start == start, refusal)
+            reason = f"it belongs to the start '{start}', not to '{self.start}': omit it, or set start to '{start}'"
+            self._complete_options(options, self.start == start, reason)
         if self.perturbation is not None and not -1 <= self.perturbation <= 1:
             raise HelmscopeError(
                 f"perturbation is {self.perturbation:g}, but it must be in [-1, 1], so that the density is not negative"
@@ -134,14 +134,14 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         if self.degree is None:
             self._set("degree", ZONAL_DEGREE if self.zonal else DEGREES[self.dim])
 
-    def _complete_options(self, defaults: Mapping[str, object], apply: bool, refusal: str) -> None:
+    def _complete_options(self, defaults: Mapping[str, object], apply: bool, reason: str) -> None:
         """Fill in the defaults of fields that apply; raise ``HelmscopeError`` for those that are set but do not."""
         for name, default in defaults.items():
             given = getattr(self, name)
             if apply and given is None:
                 self._set(name, default)
             elif not apply and given is not None:
-                raise HelmscopeError(f"{name} is {given:g}, but {refusal}")
+                raise HelmscopeError(f"{name} is {given:g}, but {reason}")
 
     def flow(self) -> Attention | AxisForce | None:
         """The field, or None for pure diffusion.

@@ -116,7 +116,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     def prepare(self) -> MeasurementJob:
         """Return the job, with one unit for all streaming instruments and one for each standalone measurement."""
         from helmscope.jobs.cost import subject_size
-        from helmscope.observe.measure import measurement_names, refusals, streaming_instruments
+        from helmscope.observe.measure import measurement_names, streaming_instruments, unsupported_measurements
         from helmscope.types import check_memory
 
         for name in self.only:
@@ -125,7 +125,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         size = subject_size(subject)
         amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
         check_memory(f"model is '{self.model}' with {amounts}", size.bytes // 8)
-        reasons = refusals(subject.recording)
+        reasons = unsupported_measurements(subject.recording)
         for name in self.only:
             reason = reasons[name]
             if reason is not None:

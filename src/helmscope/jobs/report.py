@@ -21,7 +21,7 @@ PAGE = "report.html"
 
 class ReportSpec(TrialsSpec, frozen=True, kw_only=True, tag="report"):
     """Spec for trying claims as ``TrialsSpec`` does and writing report.html, one self-contained page about all claims
-    of the catalogue. The fields are those of ``TrialsSpec``, but the bundled models are tried on the held-back texts.
+    of the catalogue. The fields are those of ``TrialsSpec``, but the bundled models are tried on the held-out texts.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -31,7 +31,7 @@ class ReportSpec(TrialsSpec, frozen=True, kw_only=True, tag="report"):
     ('report.html', 1)
     """
 
-    held_back: bool = True
+    held_out: bool = True
 
     verb: ClassVar[tuple[str, ...]] = ("report",)
 
@@ -92,8 +92,8 @@ class ReportJob(TrialsJob):
         words += (
             () if planned.other is None or self.subjects.other is not None else ("--other", str(planned.other.model))
         )
-        held_back = self.original.held_back and self.original.texts is None and is_bundled(planned.subject.model)
-        return words + self.subjects.options + (("--held-back",) if held_back else ())
+        held_out = self.original.held_out and self.original.texts is None and is_bundled(planned.subject.model)
+        return words + self.subjects.options + (("--held-out",) if held_out else ())
 
     def execute(self, work: Work) -> ReportResult:
         """Run the trials and write verdicts.json and report.html."""

@@ -147,7 +147,7 @@ def spec_to_toml(spec: Spec) -> str:
     quick = false
     models = []
     truncate = false
-    held_back = false
+    held_out = false
     seed = 0
     """
     check_spec(spec)

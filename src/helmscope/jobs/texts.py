@@ -98,7 +98,7 @@ def trial_subjects(spec: TrialsSpec) -> TrialSubjects:
 
     def subject(model: str) -> Subject:
         named = Subject(model, prompts, truncate=spec.truncate)
-        return named.held_back() if spec.held_back else named
+        return named.held_out() if spec.held_out else named
 
     options: tuple[str, ...] = ()
     for name, value in (("texts", spec.texts), ("other", spec.other)):

@@ -31,7 +31,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
     **which are run**. ``models`` are the models to try the claims on, one verdict each: "A", "B" or "tied", folders or
     Hub ids; by default each claim names its own. ``texts`` is a file with one text per line or a JSON list;
-    ``truncate`` cuts them to the model's context. ``held_back`` uses the held-back texts of the bundled models, on
+    ``truncate`` cuts them to the model's context. ``held_out`` uses the held-out texts of the bundled models, on
     which published verdicts are based. ``other`` is a second model, for claims that compare two.
 
     >>> import tempfile
@@ -49,7 +49,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     texts: str | None = None
     other: str | None = None
     truncate: bool = False
-    held_back: bool = False
+    held_out: bool = False
     seed: int = 0
 
     verb: ClassVar[tuple[str, ...]] = ("claims", "test")
@@ -61,7 +61,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
         "texts": optional(checks.path),
         "other": optional(checks.path),
         "truncate": boolean,
-        "held_back": boolean,
+        "held_out": boolean,
         "seed": lambda _, value: check_seed(value),
     }
 
@@ -160,7 +160,7 @@ def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
         raise HelmscopeError(f"other is '{spec.other}', but no claim that can be tried compares two models")
     if not claims:
         raise HelmscopeError(f"models is {list(spec.models)}, but no claim can be tried on them")
-    return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_back=spec.held_back)
+    return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_out=spec.held_out)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

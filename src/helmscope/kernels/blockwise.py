@@ -55,11 +55,11 @@ class Blockwise:
         for size in self.block:
             check_integer("block", size, at_least=1)
 
-    def refusal(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.eye(2)
-        >>> Blockwise().refusal(Request(x, x, x)) is None
+        >>> Blockwise().unsupported_reason(Request(x, x, x)) is None
         True
         """
         return (

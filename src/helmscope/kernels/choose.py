@@ -91,7 +91,7 @@ def choose(request: Request) -> Summation:
     method = _pinned.get()
     if method is None:
         method = _best_method(request)
-    elif (reason := method.refusal(request)) is not None:
+    elif (reason := method.unsupported_reason(request)) is not None:
         raise HelmscopeError(f"summation is {method!r}, but {reason}")
     used = _used.get()
     if used is not None:
@@ -102,13 +102,13 @@ def choose(request: Request) -> Summation:
 def _best_method(request: Request) -> Summation:
     if request.tokens <= MAX_DENSE_TOKENS or request.transform_logits is not None:
         return _DENSE
-    if _HARMONIC.refusal_without_values(request) is None and _HARMONIC.is_faster(request):
+    if _HARMONIC.unsupported_without_values(request) is None and _HARMONIC.is_faster(request):
         return _HARMONIC
     return _pairwise_method(request)
 
 
 def _pairwise_method(request: Request) -> Summation:
-    return _FLASH if request.key.is_cuda and _FLASH.refusal(request) is None else _BLOCKWISE
+    return _FLASH if request.key.is_cuda and _FLASH.unsupported_reason(request) is None else _BLOCKWISE
 
 
 @contextmanager

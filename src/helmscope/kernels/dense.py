@@ -25,11 +25,11 @@ class Dense:
             [0.5000, 0.5000]])
     """
 
-    def refusal(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.zeros(3000, 2)
-        >>> Dense().refusal(Request(x, x, x))
+        >>> Dense().unsupported_reason(Request(x, x, x))
         'n is 3000, and it stores n x n pairs for at most 2048 tokens: use Blockwise()'
         """
         n = request.tokens

@@ -75,7 +75,7 @@ class Flash:
 
     >>> x = torch.eye(2)
     >>> from helmscope.kernels.request import Request
-    >>> Flash().refusal(Request(x.double(), x.double(), x.double()))
+    >>> Flash().unsupported_reason(Request(x.double(), x.double(), x.double()))
     'it needs float32 tensors, and these are float64'
     """
 
@@ -85,12 +85,12 @@ class Flash:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise HelmscopeError(f"plan is {self.plan!r}, but it must be a Plan or None")
 
-    def refusal(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.zeros(3, 300)
         >>> from helmscope.kernels.request import Request
-        >>> Flash().refusal(Request(x, x, x))
+        >>> Flash().unsupported_reason(Request(x, x, x))
         'it takes vectors of at most 256 coordinates, and these have 300'
         """
         dtypes = {tensor.dtype for tensor in request.tensors} - {torch.float32}

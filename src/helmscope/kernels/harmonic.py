@@ -65,25 +65,25 @@ class Harmonic:
         if self.tol is not None and check_real("tol", self.tol, above=0) >= 1:
             raise HelmscopeError(f"tol is {self.tol:g}, but it must be below 1, the size of a term in units of e^beta")
 
-    def refusal(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.eye(2)
-        >>> Harmonic().refusal(Request(x, x, x, beta=1.0, causal=True))
+        >>> Harmonic().unsupported_reason(Request(x, x, x, beta=1.0, causal=True))
         'the series is for e^{beta <x, y>} with beta >= 0 over all pairs, without causal mask and bias'
         """
-        if (reason := self.refusal_without_values(request)) is not None:
+        if (reason := self.unsupported_without_values(request)) is not None:
             return reason
         x = request.key
         norm = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a NaN must not decide for other systems
         deviation = float((norm - 1).abs().max())
         return None if deviation <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
-    def refusal_without_values(self, request: Request) -> str | None:
-        """Like ``refusal``, but without reading tensor values, for which a GPU would have to synchronize.
+    def unsupported_without_values(self, request: Request) -> str | None:
+        """Like ``unsupported_reason``, but without reading tensor values, for which a GPU would have to synchronize.
 
         >>> x = torch.eye(2)
-        >>> Harmonic().refusal_without_values(Request(x, x, x, beta=1.0))
+        >>> Harmonic().unsupported_without_values(Request(x, x, x, beta=1.0))
         """
         x, beta = request.key, request.beta
         if (

@@ -153,7 +153,7 @@ def may_be_differentiated(x: Tensor) -> bool:
 class Summation(Protocol):
     """An algorithm that computes the sums of a ``Request``."""
 
-    def refusal(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> str | None:
         """Why this method does not support a request, as the end of a sentence; None if it does."""
 
     def sum(self, request: Request) -> AttentionSum:

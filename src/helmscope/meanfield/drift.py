@@ -173,7 +173,9 @@ class CloudDrift(Drift):
 
 
 def drift_of(field: Field, grid: Grid) -> Drift:
-    """The drift of a field on a grid; raises ``HelmscopeError`` for fields that are no flow of a measure on the sphere.
+    """The drift of a field on a grid.
+
+    Raises ``HelmscopeError`` for fields that do not define a flow of measures on the sphere.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> type(drift_of(SA(beta=1.0), CircleGrid(degree=16))).__name__

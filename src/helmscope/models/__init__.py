@@ -9,7 +9,7 @@ from helmscope.types.lazy import lazy_exports
 if TYPE_CHECKING:
     from helmscope.models.bundled_models import ablated_training_history as ablated_training_history
     from helmscope.models.bundled_models import bundled_folder as bundled_folder
-    from helmscope.models.bundled_models import held_back_texts as held_back_texts
+    from helmscope.models.bundled_models import held_out_texts as held_out_texts
     from helmscope.models.bundled_models import is_bundled as is_bundled
     from helmscope.models.bundled_models import story_texts as story_texts
     from helmscope.models.bundled_models import training_history as training_history

@@ -72,22 +72,22 @@ def story_texts() -> list[str]:
     return texts
 
 
-def held_back_texts() -> list[str]:
-    """The held-back texts: 128 others of 128 tokens each, on which published verdicts are based.
+def held_out_texts() -> list[str]:
+    """The held-out texts: 128 others of 128 tokens each, on which published verdicts are based.
 
     They were drawn once from the validation windows, with at least 32 distinct first tokens in each half. Regions and
     experiments are developed on ``story_texts``, so that none was chosen by looking at these.
 
-    >>> len(held_back_texts()), set(held_back_texts()) & set(story_texts())
+    >>> len(held_out_texts()), set(held_out_texts()) & set(story_texts())
     (128, set())
     """
-    texts: list[str] = json.loads((BUNDLED_FOLDER / "held_back.json").read_text(encoding="utf-8"))
+    texts: list[str] = json.loads((BUNDLED_FOLDER / "held_out.json").read_text(encoding="utf-8"))
     return texts
 
 
 def validation_contexts() -> NDArray[np.int64]:
     """Token ids (768, 128) of further stories, contexts in which words occur: the validation windows in two halves of
-    128 tokens each, without the windows from which a held-back text was taken.
+    128 tokens each, without the windows from which a held-out text was taken.
 
     >>> validation_contexts().shape
     (768, 128)
@@ -98,10 +98,10 @@ def validation_contexts() -> NDArray[np.int64]:
     windows = np.load(BUNDLED_FOLDER / "validation.npy").astype(np.int64)
     tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / FIRST / "tokenizer.json"))
     # the first token of a text may be encoded differently without the space before it
-    held_back = {tuple(tokenizer.encode(text).ids[1:]) for text in held_back_texts()}
-    length = len(next(iter(held_back)))
+    held_out = {tuple(tokenizer.encode(text).ids[1:]) for text in held_out_texts()}
+    length = len(next(iter(held_out)))
     used = [
-        any(tuple(row[k : k + length]) in held_back for k in range(len(row) - length + 1)) for row in windows.tolist()
+        any(tuple(row[k : k + length]) in held_out for k in range(len(row) - length + 1)) for row in windows.tolist()
     ]
     kept = windows[~np.array(used)]
     return np.ascontiguousarray(np.concatenate([kept[:, :128], kept[:, 128:256]]))

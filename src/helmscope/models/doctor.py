@@ -69,9 +69,16 @@ class Diagnosis:
 
 @progress_reporting(None, "examining a model")
 def diagnose(
-    model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
+    model: Any,
+    *,
+    texts_count: int = 128,
+    tokens: int = 128,
+    batch_size: int = 16,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Diagnosis:
-    """Certify a model on a few sentences and estimate the cost of recording ``texts`` texts of ``tokens`` tokens.
+    """Certify a model on a few sentences and estimate the cost of recording ``texts_count`` texts of
+    ``tokens`` tokens.
 
     The time is extrapolated from one text of that length, so it is a rough estimate for batches. A model without a
     tokenizer is run on random tokens, a vision model on random images. ``model`` is anything that ``load`` accepts, and
@@ -80,10 +87,10 @@ def diagnose(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> diagnose(model, texts=10, tokens=16).trajectory_bytes
+    >>> diagnose(model, texts_count=10, tokens=16).trajectory_bytes
     32000
     """
-    for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
+    for name, number in (("texts_count", texts_count), ("tokens", tokens), ("batch_size", batch_size)):
         check_integer(name, number, at_least=1)
     check_options(options, diagnose)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
@@ -99,14 +106,16 @@ def diagnose(
     return Diagnosis(
         origin=loaded.origin,
         certificate=recording.certificate,
-        texts=texts,
+        texts=texts_count,
         tokens=tokens,
         asked=asked,
         tried=tried,
-        seconds=seconds * texts,
-        trajectory_bytes=sum((stack.depths.last + 1) * texts * tokens * (stack.dim + 2) * size for stack in stacks),
+        seconds=seconds * texts_count,
+        trajectory_bytes=sum(
+            (stack.depths.last + 1) * texts_count * tokens * (stack.dim + 2) * size for stack in stacks
+        ),
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
-        passing_bytes=2 * min(batch_size, texts) * heads * tokens * tokens * size,
+        passing_bytes=2 * min(batch_size, texts_count) * heads * tokens * tokens * size,
         encoder=None if encoder is None else encoder.certificate,
     )
 

@@ -23,7 +23,7 @@ class KeptTensors(Flag):
     """Raw tensors that ``record`` keeps for every layer. Weights take most memory: (batch, heads, n, n) per layer. In a
     layer with cross-attention its tensors are kept too, named "cross query", "cross weights" and so on.
 
-    >>> KeptTensors.WEIGHTS in KeptTensors.WEIGHTS | KeptTensors.WRITES
+    >>> KeptTensors.KERNELS in KeptTensors.KERNELS | KeptTensors.WRITES
     True
     """
 
@@ -31,7 +31,7 @@ class KeptTensors(Flag):
     QUERIES = auto()
     KEYS = auto()
     VALUES = auto()
-    WEIGHTS = auto()
+    KERNELS = auto()
     WRITES = auto()
 
 
@@ -44,7 +44,7 @@ class Keeper(Observer):
     def __init__(self, what: KeptTensors, anatomy: Anatomy) -> None:
         if not isinstance(what, KeptTensors):
             raise HelmscopeError(
-                f"keep is {what!r}, but it must be a combination of KeptTensors.QUERIES, KEYS, VALUES, WEIGHTS and "
+                f"keep is {what!r}, but it must be a combination of KeptTensors.QUERIES, KEYS, VALUES, KERNELS and "
                 "WRITES"
             )
         projections = what & (KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES)
@@ -73,7 +73,7 @@ class Keeper(Observer):
         for flag, name in OF_CALL.items():
             if flag in self.what and call is not None:
                 self._append(prefix + name, layer, getattr(call, name).clone())
-        if KeptTensors.WEIGHTS in self.what:
+        if KeptTensors.KERNELS in self.what:
             self._append(f"{prefix}weights", layer, result.weights.clone())
 
     def _append(self, name: str, layer: int, value: Tensor) -> None:

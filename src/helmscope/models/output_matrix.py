@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Layer
 
 
-def output_refusal(layer: Layer) -> str | None:
+def output_unsupported(layer: Layer) -> str | None:
     """Why the outputs of the heads are not written by a matrix that can be read, as the beginning of a sentence; None
     if they are.
     """
@@ -32,7 +32,7 @@ def output_refusal(layer: Layer) -> str | None:
 
 
 def output_matrices(layer: Layer) -> Float[Tensor, "heads d s"]:
-    """W_O of each head times the residual multiplier; the layer must have no ``output_refusal``."""
+    """W_O of each head times the residual multiplier; the layer must have no ``output_unsupported``."""
     wiring = layer.wiring
     assert wiring.output_matrix is not None
     assert layer.heads is not None

@@ -233,7 +233,7 @@ def _probe_lines(anatomy: Anatomy, probes: list[LayerProbe], batch: Batch, error
     """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward of the longest text."""
     inputs = _probe_inputs(batch, anatomy.model)
     recorder = Recorder(anatomy, len(probes[0].pre))
-    keeper = Keeper(KeptTensors.WEIGHTS, anatomy)
+    keeper = Keeper(KeptTensors.KERNELS, anatomy)
     with watching(anatomy, observers=[recorder, keeper]):
         outputs = run(anatomy.model, inputs, **anatomy.options)[0]
     stream, _ = recorder.recorded()

@@ -85,7 +85,7 @@ class Recorder(Observer):
         self.anatomy, self.batch = anatomy, batch
         self.stream: ResidualStream | None = None
         self.errors: Float[Tensor, " layer"] | None = None
-        unneeded = set() if anatomy.post_norm else {Site.ATTENTION, Site.CROSS, Site.CLOSE}
+        unneeded = set() if anatomy.post_norm else {Site.ATTENTION, Site.CROSS, Site.BEFORE_OUTPUT_NORM}
         self.sites = STATES_AND_WRITES - unneeded - (set() if anatomy.has_cross else OF_CROSS)
         self._sum = torch.empty(0, device="cpu")  # the expected value of the next state
 

@@ -16,7 +16,7 @@ from helmscope.models.names import layer_number
 from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
-from helmscope.models.replay import refusal, replay
+from helmscope.models.replay import replay, unsupported_reason
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.models.watch import AbstractEdit
 from helmscope.runs.bar import shows_progress
@@ -363,15 +363,15 @@ class Recording(Plottable):
         certificate = certified_again(self.certificate, runner, stream, errors, first=first)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
-    def refusal(self, instrument: Instrument) -> str | None:
+    def unsupported_reason(self, instrument: Instrument) -> str | None:
         """One sentence that says why the instrument cannot be used on this recording; None if it can.
 
         >>> from helmscope import record
         >>> from helmscope.observe import KernelStatistics
-        >>> record("A", ["Once upon a time"]).refusal(KernelStatistics()) is None
+        >>> record("A", ["Once upon a time"]).unsupported_reason(KernelStatistics()) is None
         True
         """
-        return refusal(self, instrument)
+        return unsupported_reason(self, instrument)
 
     @shows_progress("replaying")
     def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.output_matrix import output_matrices, output_refusal
+from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recorder import ResidualStream
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
@@ -53,7 +53,7 @@ def replay(
     return results(instruments)
 
 
-def refusal(recording: Recording, instrument: Instrument) -> str | None:
+def unsupported_reason(recording: Recording, instrument: Instrument) -> str | None:
     """One sentence that says why an instrument cannot be used on this recording; None if it can."""
     needs, parts = instrument.needs, ["trajectory"]
     parts += ["kernel"] if needs & (Needs.KERNEL | Needs.QKV) else []
@@ -67,7 +67,7 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
         return str(error)
     if Needs.OUTPUT in needs:
         for number in recording.layers:
-            reason = output_refusal(recording.anatomy.layers[number])
+            reason = output_unsupported(recording.anatomy.layers[number])
             if reason is not None:
                 return f"{reason} in layer {number}, but {instrument.name} needs the matrix by which each head writes"
     if Needs.FORCE in needs:
@@ -77,7 +77,7 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
                     f"system has an MLP without a norm before it in layer {number}, but {instrument.name} needs MLPs "
                     "that read unit vectors"
                 )
-    return instrument.refusal(recording)
+    return instrument.unsupported_reason(recording)
 
 
 class _InstrumentFailed(Exception):
@@ -255,7 +255,7 @@ class InstrumentFeed(Observer):
         """The points at which the folded force equals the output of the MLP; see ``Recording.points``."""
         structure = self.anatomy.layers[layer]
         norm = structure.mlp_norm
-        assert norm is not None  # else `refusal` returns a sentence
+        assert norm is not None  # else `unsupported_reason` returns a sentence
         if structure.wiring.kind is not Kind.POST_NORM:
             normalized = norm.without_affine()(wide(state))
         else:

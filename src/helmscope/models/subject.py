@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from helmscope.models.bundled_models import FIRST, held_back_texts, is_bundled, local_folder
+from helmscope.models.bundled_models import FIRST, held_out_texts, is_bundled, local_folder
 from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
 from helmscope.models.identity import (
     Prompt,
@@ -144,17 +144,17 @@ class Subject:
         options = {name: getattr(self, name) for name in ("revision", "device", "truncate")}
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
-    def held_back(self) -> Subject:
-        """The same model on the held-back texts, on which published verdicts are based, if it is a bundled model with
+    def held_out(self) -> Subject:
+        """The same model on the held-out texts, on which published verdicts are based, if it is a bundled model with
         its own texts; otherwise the subject itself.
 
-        >>> Subject("A").held_back().texts[0] in Subject("A").texts
+        >>> Subject("A").held_out().texts[0] in Subject("A").texts
         False
         """
         if self.asked_texts is not None or not is_bundled(self.model):
             return self
         options = {name: getattr(self, name) for name in ("loops", "revision", "device", "truncate")}
-        return Subject(self.model, held_back_texts(), tokenizer=self.asked_tokenizer, **options)
+        return Subject(self.model, held_out_texts(), tokenizer=self.asked_tokenizer, **options)
 
     def __repr__(self) -> str:
         texts = "" if self.is_simulation else f": {pluralized(len(self.texts), 'text')}"

@@ -88,7 +88,7 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def without_backtraces() -> Iterator[None]:
-    """Context manager: within it, standard error is held back. It is printed at the end, without the report of a panic
+    """Context manager: within it, standard error is held out. It is printed at the end, without the report of a panic
     that ends the block; the exception has its message.
     """
     with _redirecting:

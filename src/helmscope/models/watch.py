@@ -3,24 +3,24 @@
     INPUT              the block's input
     ATTENTION          what attention writes
     MIDDLE             the state after attention, virtual in a parallel block
-    READ               the input of the module after it: the mid state, or in a post-norm block the sum before the norm
+    READ               the input of the module after it: the middle state, or in a post-norm block the sum before it
     CROSS              what cross-attention writes, in the decoder of an encoder-decoder model
     CROSS_MIDDLE       the state after cross-attention
     CROSS_READ         the input of the module after that, as READ
     MLP                what the MLP writes
-    CLOSE              the input of the norm at the end of a post-norm block
+    BEFORE_OUTPUT_NORM the input of the norm at the end of a post-norm block
     OUTPUT             the block's output                                            all of these are (rows, n, d)
     QUERY, KEY, VALUE  the inputs of attention: (rows, heads, n, r), keys and values (rows, kv_heads, n, r)
     MASK               added to the logits of attention, broadcasts to (rows, heads, n, n); 0 if there is no mask
-    WEIGHTS            the attention weights (rows, heads, n, n)
+    KERNEL             the attention weights (rows, heads, n, n)
     HEADS              the outputs of the heads, before the output matrix: (rows, n, heads, r)
     CROSS_QUERY, ...   the same six for cross-attention, whose keys and values are those of the encoder's m tokens:
-                       (rows, kv_heads, m, r), and (rows, heads, n, m) for weights and mask
+                       (rows, kv_heads, m, r), and (rows, heads, n, m) for kernel and mask
 
 An edit (``AbstractEdit``) returns a replacement for a value. It is frozen: site, layer and current texts are passed to
-it as a ``EditContext``. An ``Observer`` receives values after all edits and cannot change them; it collects a
-result, and is notified when the next chunk of texts begins. READ, CROSS_READ and CLOSE can only be observed; the other
-sites can also be edited.
+it as an ``EditContext``. An ``Observer`` receives values after all edits and cannot change them; it collects a
+result, and is notified when the next chunk of texts begins. READ, CROSS_READ and BEFORE_OUTPUT_NORM can only be
+observed; the other sites can also be edited.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Site(Enum):
     """A place in a block whose value can be observed or edited; the module's docstring lists them with their shapes.
 
     >>> " ".join(site.name for site in Site if "CROSS" not in site.name)
-    'INPUT ATTENTION MIDDLE READ MLP CLOSE OUTPUT QUERY KEY VALUE MASK WEIGHTS HEADS'
-    >>> Site.CROSS_WEIGHTS.value
-    'cross weights'
+    'INPUT ATTENTION MIDDLE READ MLP BEFORE_OUTPUT_NORM OUTPUT QUERY KEY VALUE MASK KERNEL HEADS'
+    >>> Site.CROSS_KERNEL.value
+    'cross kernel'
     """
 
     INPUT = "input"
@@ -63,19 +63,19 @@ class Site(Enum):
     CROSS_MIDDLE = "cross middle"
     CROSS_READ = "cross read"
     MLP = "mlp"
-    CLOSE = "close"
+    BEFORE_OUTPUT_NORM = "before output norm"
     OUTPUT = "output"
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
     MASK = "mask"
-    WEIGHTS = "weights"
+    KERNEL = "kernel"
     HEADS = "heads"
     CROSS_QUERY = "cross query"
     CROSS_KEY = "cross key"
     CROSS_VALUE = "cross value"
     CROSS_MASK = "cross mask"
-    CROSS_WEIGHTS = "cross weights"
+    CROSS_KERNEL = "cross kernel"
     CROSS_HEADS = "cross heads"
 
 
@@ -96,11 +96,11 @@ class AttentionSites:
 
 
 IN_SELF = AttentionSites(
-    {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE, "mask": Site.MASK}, Site.WEIGHTS, Site.HEADS
+    {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE, "mask": Site.MASK}, Site.KERNEL, Site.HEADS
 )
 IN_CROSS = AttentionSites(
     {"query": Site.CROSS_QUERY, "key": Site.CROSS_KEY, "value": Site.CROSS_VALUE, "mask": Site.CROSS_MASK},
-    Site.CROSS_WEIGHTS,
+    Site.CROSS_KERNEL,
     Site.CROSS_HEADS,
 )
 IN_ATTENTION = IN_SELF.all | IN_CROSS.all
@@ -112,7 +112,7 @@ EDITABLE_STATES = (
 )
 # the state after each write, and the input of the module that computes or reads that state
 LEADS_TO = {Site.ATTENTION: Site.MIDDLE, Site.CROSS: Site.CROSS_MIDDLE, Site.MLP: Site.OUTPUT}
-READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTPUT: Site.CLOSE}
+READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTPUT: Site.BEFORE_OUTPUT_NORM}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
     from helmscope.observe.arcs import matched_flow_times as matched_flow_times
     from helmscope.observe.arms import attention_mlp_factorial as attention_mlp_factorial
-    from helmscope.observe.attention_divergence import attention_divergence as attention_divergence
     from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
     from helmscope.observe.attention_drift import attention_drift as attention_drift
     from helmscope.observe.attention_kl import key_noise_kl as key_noise_kl
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
     from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
     from helmscope.observe.attention_noise import attention_noise as attention_noise
     from helmscope.observe.attention_noise import attention_noise_spectrum as attention_noise_spectrum
+    from helmscope.observe.attention_surface_divergence import (
+        attention_surface_divergence as attention_surface_divergence,
+    )
     from helmscope.observe.bistochasticity import Bistochasticity as Bistochasticity
-    from helmscope.observe.bistochasticity import balance_divergence as balance_divergence
+    from helmscope.observe.bistochasticity import balance_kl as balance_kl
     from helmscope.observe.bistochasticity import balanced_kernel as balanced_kernel
     from helmscope.observe.bistochasticity import bistochasticity as bistochasticity
     from helmscope.observe.bistochasticity import causal_uniform_column_sums as causal_uniform_column_sums
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from helmscope.observe.context_group import ContextGroup as ContextGroup
     from helmscope.observe.context_noise import context_groups as context_groups
     from helmscope.observe.context_noise import context_noise as context_noise
-    from helmscope.observe.context_noise import covariance_fit as covariance_fit
+    from helmscope.observe.context_noise import covariance_regression as covariance_regression
     from helmscope.observe.damage import damage_under_edits as damage_under_edits
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.depth_flow import depth_flow as depth_flow
@@ -71,29 +73,25 @@ if TYPE_CHECKING:
     from helmscope.observe.entropy import matrix_entropy as matrix_entropy
     from helmscope.observe.equilibria import Equilibria as Equilibria
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
-    from helmscope.observe.fragility import AblationForm as AblationForm
-    from helmscope.observe.fragility import LayerPart as LayerPart
-    from helmscope.observe.fragility import layer_fragility as layer_fragility
+    from helmscope.observe.fourier_band_damage import fourier_band_damage as fourier_band_damage
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
-    from helmscope.observe.free_energy import free_energy_refusal as free_energy_refusal
+    from helmscope.observe.free_energy import free_energy_unsupported as free_energy_unsupported
     from helmscope.observe.generator import ambient_generator as ambient_generator
+    from helmscope.observe.generator import convergence_order as convergence_order
     from helmscope.observe.generator import discrete_generator as discrete_generator
-    from helmscope.observe.generator import limit_at_zero as limit_at_zero
+    from helmscope.observe.generator import richardson_limit as richardson_limit
     from helmscope.observe.generator import sphere_generator as sphere_generator
-    from helmscope.observe.generator import step_order as step_order
     from helmscope.observe.generator_test import generator_test as generator_test
-    from helmscope.observe.gradient_shape import gradient_shape as gradient_shape
-    from helmscope.observe.gradient_shape import loss_gradient as loss_gradient
     from helmscope.observe.half_times import half_time as half_time
-    from helmscope.observe.head_fragility import KernelRank as KernelRank
-    from helmscope.observe.head_fragility import MatchedPairs as MatchedPairs
-    from helmscope.observe.head_fragility import head_fragility as head_fragility
-    from helmscope.observe.head_fragility import head_interaction as head_interaction
-    from helmscope.observe.head_fragility import matched_pairs as matched_pairs
+    from helmscope.observe.head_ablation_damage import KernelRank as KernelRank
+    from helmscope.observe.head_ablation_damage import MatchedPairs as MatchedPairs
+    from helmscope.observe.head_ablation_damage import head_ablation_damage as head_ablation_damage
+    from helmscope.observe.head_ablation_damage import head_interaction as head_interaction
+    from helmscope.observe.head_ablation_damage import matched_pairs as matched_pairs
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
-    from helmscope.observe.inner_products import close_pair_probability as close_pair_probability
     from helmscope.observe.inner_products import close_pair_share as close_pair_share
+    from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
@@ -112,6 +110,9 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.layer_ablation_damage import AblationForm as AblationForm
+    from helmscope.observe.layer_ablation_damage import LayerPart as LayerPart
+    from helmscope.observe.layer_ablation_damage import layer_ablation_damage as layer_ablation_damage
     from helmscope.observe.layer_energy import LayerEnergy as LayerEnergy
     from helmscope.observe.layer_whitening import LayerWhitening as LayerWhitening
     from helmscope.observe.layer_whitening import layer_whitening as layer_whitening
@@ -120,18 +121,20 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import loss_under_edits as loss_under_edits
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.loss import token_loss as token_loss
-    from helmscope.observe.map_entropy import map_entropy as map_entropy
-    from helmscope.observe.map_entropy import map_refusal as map_refusal
-    from helmscope.observe.map_entropy import sphere_map as sphere_map
+    from helmscope.observe.loss_gradient_cosine import loss_gradient as loss_gradient
+    from helmscope.observe.loss_gradient_cosine import loss_gradient_cosine as loss_gradient_cosine
     from helmscope.observe.measure import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
-    from helmscope.observe.measure import refusals as refusals
     from helmscope.observe.measure import standalone_measurements as standalone_measurements
+    from helmscope.observe.measure import unsupported_measurements as unsupported_measurements
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
+    from helmscope.observe.mlp_entropy_change import map_unsupported as map_unsupported
+    from helmscope.observe.mlp_entropy_change import mlp_entropy_change as mlp_entropy_change
+    from helmscope.observe.mlp_entropy_change import sphere_map as sphere_map
     from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
     from helmscope.observe.mlp_jacobian import mlp_jacobian as mlp_jacobian
     from helmscope.observe.mlp_projection import mlp_projection as mlp_projection
@@ -146,11 +149,11 @@ if TYPE_CHECKING:
     from helmscope.observe.mobility_test import mobility_test as mobility_test
     from helmscope.observe.nearest import Nearest as Nearest
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
-    from helmscope.observe.noise_ratio import as_table as as_table
-    from helmscope.observe.noise_ratio import at_equal_damage as at_equal_damage
-    from helmscope.observe.noise_ratio import damage_slope as damage_slope
-    from helmscope.observe.noise_ratio import key_query_ratio as key_query_ratio
     from helmscope.observe.noise_ratio import noise_table_as_printed as noise_table_as_printed
+    from helmscope.observe.noise_ratio import query_key_noise_at_equal_kl as query_key_noise_at_equal_kl
+    from helmscope.observe.noise_ratio import query_key_noise_ratio as query_key_noise_ratio
+    from helmscope.observe.noise_ratio import query_key_noise_slope as query_key_noise_slope
+    from helmscope.observe.noise_ratio import query_key_noise_table as query_key_noise_table
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet
@@ -160,14 +163,14 @@ if TYPE_CHECKING:
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
     from helmscope.observe.probes import lens_probes as lens_probes
-    from helmscope.observe.query_key_metric import HeadForms as HeadForms
-    from helmscope.observe.query_key_metric import form_alignment as form_alignment
-    from helmscope.observe.query_key_metric import head_forms as head_forms
-    from helmscope.observe.query_key_metric import loop_defect as loop_defect
+    from helmscope.observe.query_key_metric import HeadMatrices as HeadMatrices
+    from helmscope.observe.query_key_metric import head_matrices as head_matrices
+    from helmscope.observe.query_key_metric import holonomy_defect as holonomy_defect
+    from helmscope.observe.query_key_metric import qk_ov_alignment as qk_ov_alignment
     from helmscope.observe.query_key_metric import query_key_metric as query_key_metric
     from helmscope.observe.query_key_metric import symmetric_eigenvalues as symmetric_eigenvalues
     from helmscope.observe.query_key_metric import symmetric_share as symmetric_share
-    from helmscope.observe.query_key_metric import triangle_defect as triangle_defect
+    from helmscope.observe.query_key_metric import triangle_holonomy_defect as triangle_holonomy_defect
     from helmscope.observe.query_key_noise import NoiseForm as NoiseForm
     from helmscope.observe.query_key_noise import query_key_noise as query_key_noise
     from helmscope.observe.query_key_noise import query_key_noise_by_layer as query_key_noise_by_layer
@@ -187,7 +190,6 @@ if TYPE_CHECKING:
     from helmscope.observe.temperature import effective_beta as effective_beta
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
-    from helmscope.observe.token_frequency import token_frequency as token_frequency
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
 

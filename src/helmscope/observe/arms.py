@@ -33,7 +33,7 @@ def attention_mlp_factorial(
     ``subject`` is a Subject, recorded on ``texts`` (by default its own), or a Recording of the whole model. One arm is
     recorded after another, and only its statistics are kept. Forwards have the dtype of the model (float32 for the
     bundled models), statistics are float64. Raises HelmscopeError if an arm cannot be made: models outside the
-    attention registry of transformers have only the first four, and ``whole_radius`` needs a model that is not
+    attention registry of transformers have only the first four, and ``radius_of_whole_model`` needs a model that is not
     post-norm. ``progress`` is called with the share of the arms done.
 
     >>> from helmscope.intervene.arms import ARMS

@@ -1,7 +1,7 @@
 """How far an attention kernel is from doubly stochastic: its divergence from the Sinkhorn-balanced kernel.
 
 The balanced kernel of the same logits, B_ij = e^{f_i} P_ij e^{g_j} with rows and columns of sum 1, is the doubly
-stochastic kernel nearest to P in relative entropy; ``divergence`` is the mean over rows of
+stochastic kernel nearest to P in relative entropy; ``balance_kl`` is the mean over rows of
 
     KL(P_i || B_i) = sum_j P_ij log(P_ij / B_ij),    0 if and only if P is doubly stochastic.
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from helmscope.types import AttentionTensors, ReplayContext, System
 
 NAMES = {
-    "divergence": "mean KL divergence of the attention rows from the Sinkhorn-balanced kernel (nats)",
+    "balance_kl": "mean KL divergence of the attention rows from the Sinkhorn-balanced kernel (nats)",
     "column_sum_deviation_causal_uniform": "RMS deviation from 1 of the column sums of the causal-uniform kernel",
 }
 
@@ -76,7 +76,7 @@ def balanced_kernel(
     return torch.where(dual.converged[..., None, None], balanced, torch.nan)
 
 
-def balance_divergence(
+def balance_kl(
     kernel: Float[Tensor, "*batch n n"],
     *,
     visible: Bool[Tensor, "*batch n"] | None = None,
@@ -86,7 +86,7 @@ def balance_divergence(
     """KL divergence KL(P_i || B_i) of every row from the balanced kernel, in nats; NaN where there is none
     (``balanced_kernel``).
 
-    >>> balance_divergence(torch.full((3, 3), 1 / 3)).abs().max() < 1e-9
+    >>> balance_kl(torch.full((3, 3), 1 / 3)).abs().max() < 1e-9
     tensor(True)
     """
     p = normalized_rows(check_kernel(kernel).double())
@@ -121,7 +121,7 @@ class Bistochasticity(Instrument):
     """Instrument: the divergence of attention from the Sinkhorn-balanced kernel, in every layer and head, averaged over
     the tokens of a prompt.
 
-    ``divergence`` is NaN for causal kernels, for which no balanced kernel exists, and where ``max_sweeps`` do not reach
+    ``balance_kl`` is NaN for causal kernels, for which no balanced kernel exists, and where ``max_sweeps`` do not reach
     ``tolerance``; no other value is invented. ``column_sum_deviation_causal_uniform`` is the yardstick of causal
     kernels: the RMS deviation from 1 of the column sums of the causal-uniform kernel of as many tokens.
 
@@ -130,7 +130,7 @@ class Bistochasticity(Instrument):
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0])
-    >>> run.replay(Bistochasticity())["bistochasticity"].divergence.values.round(9).tolist()
+    >>> run.replay(Bistochasticity())["bistochasticity"].balance_kl.values.round(9).tolist()
     [[0.0, 0.0]]
     """
 
@@ -156,10 +156,10 @@ class Bistochasticity(Instrument):
         if bool(full.any()):
             seen = None if visible is None else visible[full]
             options = {"tolerance": self.tolerance, "max_sweeps": self.max_sweeps}
-            divergence[full] = balance_divergence(kernel[full], visible=seen, **options)  # type: ignore[arg-type]
+            divergence[full] = balance_kl(kernel[full], visible=seen, **options)  # type: ignore[arg-type]
         self.keep(
             context,
-            {"divergence": token_mean(divergence, weights).clamp(min=0)},
+            {"balance_kl": token_mean(divergence, weights).clamp(min=0)},
             axes=() if heads is None else ("head",),
         )
         self.keep(context, {"column_sum_deviation_causal_uniform": _yardstick(kernel, context.visible)})
@@ -173,7 +173,7 @@ def bistochasticity(system: System, *, tolerance: float = 1e-9) -> xr.Dataset:
     """The divergence of attention from the balanced kernel, with replicates: ``Bistochasticity`` by one replay.
 
     >>> from helmscope import record
-    >>> bool(bistochasticity(record("A", ["Once upon a time"])).divergence.isnull().all())  # causal
+    >>> bool(bistochasticity(record("A", ["Once upon a time"])).balance_kl.isnull().all())  # causal
     True
     """
     instrument = Bistochasticity(tolerance=tolerance)

@@ -50,7 +50,8 @@ class BlockSteps:
 
     @classmethod
     def of(cls, system: System, *, first_token: bool = False) -> BlockSteps:
-        """The steps of a system that ``steps_refusal`` does not refuse. Raises HelmscopeError for states that are not
+        """The steps of a system that ``steps_unsupported`` does not refuse. Raises HelmscopeError for states that are
+        not
         finite.
 
         >>> import helmscope as hs
@@ -121,11 +122,11 @@ class BlockSteps:
             )
 
 
-def steps_refusal(system: System) -> str | None:
+def steps_unsupported(system: System) -> str | None:
     """Why a system has no steps of single blocks, in one sentence; None if it has.
 
     >>> import helmscope as hs
-    >>> steps_refusal(hs.integrate(hs.SA(beta=1.0), torch.eye(2), times=[1.0], stepper=hs.Layer()))
+    >>> steps_unsupported(hs.integrate(hs.SA(beta=1.0), torch.eye(2), times=[1.0], stepper=hs.Layer()))
     'system has 1 stored time, but a generator test needs the states before and after a layer'
     """
     if isinstance(system, Recording):

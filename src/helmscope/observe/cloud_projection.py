@@ -36,7 +36,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle, project, retract
 from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
-from helmscope.observe.map_entropy import TOLERANCE, block_refusal
+from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import token_weights
 from helmscope.runs.bar import shows_progress
@@ -170,7 +170,7 @@ def cloud_projection(
     >>> cloud_projection(recording, neighbors=4, dims=2, tokens=2).growth_ratio.dims
     ('layer', 'prompt')
     """
-    refused = cloud_refusal(recording)
+    refused = cloud_unsupported(recording)
     if refused is not None:
         raise HelmscopeError(refused)
     count, axes = check_integer("neighbors", neighbors, at_least=2), check_integer("dims", dims, at_least=1)
@@ -200,17 +200,17 @@ def cloud_projection(
     return check_replicates(measured)
 
 
-def cloud_refusal(recording: object) -> str | None:
-    """Why ``cloud_projection`` cannot be taken of a system, in one sentence; None if it can.
+def cloud_unsupported(recording: object) -> str | None:
+    """One sentence that says why a system does not support ``cloud_projection``; None if it does.
 
-    >>> cloud_refusal(None)
+    >>> cloud_unsupported(None)
     'recording is a NoneType, but it must be a Recording'
     """
     if not isinstance(recording, Recording):
         return f"recording is {type_with_article(recording)}, but it must be a Recording"
     if len(recording.batch) < 2:
         return "recording has 1 prompt, but the token cloud is that of other prompts"
-    return block_refusal(recording, "cloud_projection")
+    return block_unsupported(recording, "cloud_projection")
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +230,7 @@ class _HalfStep:
         anatomy, counted = recording.anatomy, recording.batch.counted
         force, centered = recording.force(layer=layer), anatomy.centered
         norm = anatomy.layers[layer].mlp_norm
-        assert norm is not None  # as block_refusal says
+        assert norm is not None  # as block_unsupported says
         plain = norm.without_affine()
 
         def half_step(z: Tensor) -> Tensor:

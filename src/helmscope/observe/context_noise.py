@@ -114,7 +114,7 @@ def context_groups(
         )
     collector = _Collector(chosen)
     other = replace(recording, runner=replace(runner, batch=batch))
-    reason = other.refusal(collector)
+    reason = other.unsupported_reason(collector)
     if reason is not None:
         raise HelmscopeError(reason)
     collector.start(ReplayPlan(range(1), "layer", [0], "prompt", len(batch), batch.identities))
@@ -143,16 +143,16 @@ def own_contexts(recording: Recording) -> NDArray[np.int64]:
     return np.array([row[:length] for row in rows])
 
 
-def context_refusal(system: System, *, least: int = 16) -> str | None:
+def context_unsupported(system: System, *, least: int = 16) -> str | None:
     """Why ``context_noise`` cannot be taken of a system with its own contexts, in one sentence; None if it can.
 
     >>> from helmscope import record
-    >>> context_refusal(record("A", ["Once upon a time"])) is None
+    >>> context_unsupported(record("A", ["Once upon a time"])) is None
     True
     """
     if not isinstance(system, Recording):
         return f"system is {type_with_article(system)}, but context_noise needs contexts, as a Recording has them"
-    reason = system.refusal(_Collector({}))
+    reason = system.unsupported_reason(_Collector({}))
     if reason is not None or is_bundled(system.origin.name):
         return reason
     ids = own_contexts(system)
@@ -194,13 +194,13 @@ def context_noise(
     return check_replicates(described(measured, NAMES), "group")
 
 
-def covariance_fit(known: tuple[Tensor, Tensor], held_out: Float[Tensor, "d d"]) -> tuple[float, float, float]:
+def covariance_regression(known: tuple[Tensor, Tensor], held_out: Float[Tensor, "d d"]) -> tuple[float, float, float]:
     """Regression of a held-out Sigma_C on Sigma_A, given (Sigma_C, Sigma_A) of the other contexts: the slope on
     held-out contexts, the held-out R^2 of the slope that the others give, and R^2 corrected for the number of contexts.
     NaN if Sigma_A is 0.
 
     >>> sigma = torch.diag(torch.tensor([1.0, 2.0]))
-    >>> covariance_fit((2 * sigma, sigma), 2 * sigma)
+    >>> covariance_regression((2 * sigma, sigma), 2 * sigma)
     (2.0, 1.0, 1.0)
     """
     other, sampling = known
@@ -221,7 +221,7 @@ def _measured(group: ContextGroup, seed: int, number: int) -> dict[str, float]:
     outputs = group.outputs
     halves = [group.sigma_of(outputs[k::2]) for k in (0, 1)]
     sampling = [group.sigma_sampling(each) for each in group.covariances]
-    fits = [covariance_fit((halves[k], sampling[k]), halves[1 - k]) for k in (0, 1)]
+    fits = [covariance_regression((halves[k], sampling[k]), halves[1 - k]) for k in (0, 1)]
     slope, r_squared, corrected = (float(np.mean(each)) for each in zip(*fits, strict=True))
     whole = group.sigma_of(outputs)
     trace = float(whole.trace())

@@ -1,4 +1,4 @@
-"""What an edit does to a model's predictions: the divergence of the next-token law, and the loss.
+"""What an edit does to a model's predictions: the KL divergence of the next-token distribution, and the loss.
 
     KL of a token  =  sum_v p(v) (log p(v) - log q(v))      p without edits, q under the edit, in nats
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
-    "kl": "divergence of the next-token law from that without edits",
+    "kl": "KL divergence of the next-token distribution from that without edits",
     "increase": "increase of the next-token loss",
-    "entropy_change": "change of the entropy of the next-token law",
+    "entropy_change": "change of the entropy of the next-token distribution",
 }
 
 
@@ -43,10 +43,10 @@ def damage_under_edits(
 ) -> xr.Dataset:
     """The damage of each of several named edits (or lists of edits), one value per prompt: along (edit, prompt)
 
-    - ``kl``: KL(p || q) of the next-token law p without edits and q under the edit;
+    - ``kl``: KL(p || q) of the next-token distribution p without edits and q under the edit;
     - ``increase``: the loss under the edit minus the loss without it;
     - ``entropy_change``: H(q) - H(p), above 0 where the edit makes the model less certain;
-    - ``top_kept``: the share of positions at which the most likely next token stays the same.
+    - ``top_token_agreement``: the share of positions at which the most likely next token stays the same.
 
     The first three are in nats. Null values are those of an edit that changes nothing. Each edit takes one forward from
     the first layer that it changes. Raises HelmscopeError where ``loss_under_edits`` does.
@@ -74,7 +74,7 @@ def damage_under_edits(
     }
     kept = {"long_name": "share of positions whose most likely next token stays", "valid_min": 0.0, "valid_max": 1.0}
     nulls = {f"{name}_null": 0.0 for name in NAMES} | {"top_kept_null": 1.0}
-    variables = data | {"top_kept": (("edit", "prompt"), means[:, len(NAMES)], kept)} | nulls
+    variables = data | {"top_token_agreement": (("edit", "prompt"), means[:, len(NAMES)], kept)} | nulls
     coords = {"edit": list(lists), **scoring.coords}
     return check_replicates(xr.Dataset(variables, coords, {**scoring.attributes, "title": "damage under edits"}))
 
@@ -98,5 +98,5 @@ def token_damage(
     at = targets.unsqueeze(-1)
     increase = (log_p.gather(-1, at) - log_q.gather(-1, at)).squeeze(-1)
     entropy_change = (p * log_p).nansum(-1) - (q * log_q).nansum(-1)  # 0 log 0 = 0
-    top_kept = (edited.argmax(-1) == plain.argmax(-1)).double()
-    return torch.stack([kl, increase, entropy_change, top_kept])
+    top_token_agreement = (edited.argmax(-1) == plain.argmax(-1)).double()
+    return torch.stack([kl, increase, entropy_change, top_token_agreement])

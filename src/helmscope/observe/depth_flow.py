@@ -33,7 +33,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, with_halves
-from helmscope.observe.frozen_token import FrozenToken, frozen_token, orthonormal, refusal_of_flow
+from helmscope.observe.frozen_token import FrozenToken, flow_unsupported_reason, frozen_token, orthonormal
 from helmscope.observe.pairs import without_first_token
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -101,13 +101,13 @@ def depth_flow(
     )
 
 
-def flow_refusal(system: System) -> str | None:
-    """Why ``depth_flow`` cannot be taken of a system, in one sentence; None if it can.
+def flow_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``depth_flow``; None if it does.
 
-    >>> flow_refusal(None)
+    >>> flow_unsupported(None)
     'system is a NoneType, but it must be a Recording or a Simulation'
     """
-    reason = refusal_of_flow(system)
+    reason = flow_unsupported_reason(system)
     if reason is not None:
         return reason
     try:

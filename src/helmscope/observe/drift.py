@@ -119,7 +119,7 @@ class DriftAndSwirl(Instrument):
     def __repr__(self) -> str:
         return f"DriftAndSwirl(per_token={self.per_token}, tokens={self.tokens})"
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured: its forces must be MLPs or mixtures of them."""
         for layer in system.layers:
             force = system.force(layer=layer)

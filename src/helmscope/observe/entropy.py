@@ -331,11 +331,11 @@ def _by_neighbors(path: Trajectory, k: int, dimensions: int, neighbors: int) -> 
     return {"neighbor_entropy": found, "copies": copies}
 
 
-def entropy_refusal(system: System) -> str | None:
+def entropy_unsupported(system: System) -> str | None:
     """Why a system has no entropy of all its prompts, in one sentence; None if it has one.
 
     >>> from helmscope import record
-    >>> entropy_refusal(record("A", ["Once upon a time"]))
+    >>> entropy_unsupported(record("A", ["Once upon a time"]))
     'system has 1 prompt, but entropy_along_depth needs at least 2: it is that of all their tokens'
     """
     count = system.trajectory.states.shape[1]

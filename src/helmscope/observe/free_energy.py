@@ -48,9 +48,9 @@ from helmscope.fields.noise import IsotropicNoise
 from helmscope.models.recording import Recording
 from helmscope.observe.attention_noise import AttentionNoise
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
-from helmscope.observe.entropy import CommonRange, entropy_refusal
+from helmscope.observe.entropy import CommonRange, entropy_unsupported
 from helmscope.observe.free_energy_steps import SampledTokens, Step, pseudo_values, step_changes
-from helmscope.observe.map_entropy import TOKENS, block_refusal
+from helmscope.observe.mlp_entropy_change import TOKENS, block_unsupported
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_cumulative, with_replicates
@@ -109,7 +109,7 @@ def free_energy_along_depth(
     ``predict`` predictions are left out.
 
     A simulation must be a flow on the sphere under an MLP alone, with isotropic noise, whose nu is then that of the
-    noise. Raises HelmscopeError, as ``free_energy_refusal`` says, for other systems and for fewer than two prompts.
+    noise. Raises HelmscopeError, as ``free_energy_unsupported`` says, for other systems and for fewer than two prompts.
 
     >>> from helmscope import record
     >>> texts = ["Once upon a time there was a cat", "The dog ran home to eat"]
@@ -118,7 +118,7 @@ def free_energy_along_depth(
     (('depth', 'prompt'), 'NaN at')
     """
     count = None if tokens is None else check_integer("tokens", tokens, at_least=1)
-    reason = free_energy_refusal(check_system(system))
+    reason = free_energy_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
     path = sphere_and_ids(system, None)[0]
@@ -231,20 +231,20 @@ def _is_centered(system: System) -> bool:
     return isinstance(system, Recording) and system.anatomy.centered
 
 
-def free_energy_refusal(system: System) -> str | None:
+def free_energy_unsupported(system: System) -> str | None:
     """Why a system has no free energy of this kind, in one sentence; None if it has one.
 
     >>> from helmscope import record
-    >>> free_energy_refusal(record("A", ["Once upon a time", "The cat sat"])) is None
+    >>> free_energy_unsupported(record("A", ["Once upon a time", "The cat sat"])) is None
     True
     """
-    refused = entropy_refusal(system)
+    refused = entropy_unsupported(system)
     if refused is not None:
         return refused.replace("entropy_along_depth", "free_energy_along_depth")
     if isinstance(system, Recording):
         if system.anatomy.depths.steps != 2:
             return "system has cross-attention, but free_energy_along_depth needs blocks of attention and an MLP alone"
-        return block_refusal(system, "free_energy_along_depth") or system.refusal(AttentionNoise())
+        return block_unsupported(system, "free_energy_along_depth") or system.unsupported_reason(AttentionNoise())
     if not isinstance(system, Simulation) or not isinstance(system.field, MLP | GatedMLP):
         field = type_with_article(getattr(system, "field", system))
         return f"system has {field} as its field, but free_energy_along_depth of a simulation needs an MLP alone"

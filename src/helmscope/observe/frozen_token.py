@@ -118,10 +118,10 @@ def frozen_token(system: System, tokens: Int[Tensor, " batch"]) -> FrozenToken:
     raise HelmscopeError(f"system is {type_with_article(system)}, but it must be a Recording or a Simulation")
 
 
-def refusal_of_flow(system: System) -> str | None:
+def flow_unsupported_reason(system: System) -> str | None:
     """Why the flow of one token of a system cannot be differentiated, in one sentence; None if it can.
 
-    >>> refusal_of_flow(None)
+    >>> flow_unsupported_reason(None)
     'system is a NoneType, but it must be a Recording or a Simulation'
     """
     try:

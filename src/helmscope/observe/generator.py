@@ -125,21 +125,21 @@ def discrete_generator(
     return (_probe_values(probe, after) - _probe_values(probe, x)) / epsilon
 
 
-def step_order(remainders: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
+def convergence_order(remainders: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """The order in a step that is halved along the last axis: the limit of log2 of the ratio of successive values.
 
     >>> h = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
-    >>> round(float(step_order(h**3 * (1 + h / 10))), 3)
+    >>> round(float(convergence_order(h**3 * (1 + h / 10))), 3)
     3.0
     """
-    return limit_at_zero((remainders[..., :-1] / remainders[..., 1:]).log2())
+    return richardson_limit((remainders[..., :-1] / remainders[..., 1:]).log2())
 
 
-def limit_at_zero(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
+def richardson_limit(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
     """The limit at step 0 of a power series, from its values at h, h/2, h/4, ... (Richardson).
 
     >>> h = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
-    >>> float(limit_at_zero(7 + 3 * h - h**2))
+    >>> float(richardson_limit(7 + 3 * h - h**2))
     7.0
     """
     for power in range(1, values.shape[-1]):

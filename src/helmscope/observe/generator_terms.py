@@ -21,7 +21,7 @@ from helmscope.fields.norms import UnitNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.attention_noise import head_covariances
-from helmscope.observe.generator import step_order
+from helmscope.observe.generator import convergence_order
 from helmscope.observe.head_moments import HEADS_NEED, centered_output, with_heads
 from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import token_mean
@@ -82,7 +82,7 @@ class _Terms(Instrument):
     def __init__(self, steps: BlockSteps, bank: ProbeBank) -> None:
         self.steps, self.bank = steps, bank
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why the halves of a system do not add to one state."""
         if isinstance(system, Recording) and system.anatomy.post_norm:
             return f"system is a post-norm model, but {self.name} needs halves that add to one residual stream"
@@ -102,13 +102,13 @@ class SplittingTerms(_Terms):
         super().__init__(steps, bank)
         self._read: tuple[int, AttentionTensors] | None = None  # what attention read in the layer before its MLP
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system has no sum of two updates."""
         if isinstance(system, Recording) and system.anatomy.has_cross:
             return f"system has cross-attention, but {self.name} needs blocks of two halves"
         if isinstance(system, Simulation) and not isinstance(system.field, Block):
             return f"field is {type(system.field).__name__}, but {self.name} needs a Block of attention and MLP"
-        return super().refusal(system)
+        return super().unsupported_reason(system)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Remembers the state that attention reads, and its write."""
@@ -189,7 +189,7 @@ class SamplingTerms(_Terms):
             "share_sampling": 1 - means["in_place"],
             "share_sampled_step": 1 - means["beside"],
             "sampling_error": means["alone"],
-            "order_sampling": step_order(means["left"].sqrt()),
+            "order_sampling": convergence_order(means["left"].sqrt()),
         }
         self.keep(context, values)
 

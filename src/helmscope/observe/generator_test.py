@@ -57,8 +57,8 @@ import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.observe.block_steps import BlockSteps, steps_refusal
-from helmscope.observe.generator import step_order
+from helmscope.observe.block_steps import BlockSteps, steps_unsupported
+from helmscope.observe.generator import convergence_order
 from helmscope.observe.generator_terms import SCALES, SamplingTerms, SplittingTerms, missed, over_tokens, short_scales
 from helmscope.observe.probes import ProbeBank, ScaledStep
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds
@@ -130,7 +130,7 @@ def generator_test(
     (True, ('time', 'system', 'scale', 'kind'))
     """
     tokens, seed = check_integer("tokens", tokens, at_least=1), check_seed(seed)
-    reason = steps_refusal(check_system(system))
+    reason = steps_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
     if bank is not None and not isinstance(bank, ProbeBank):
@@ -159,7 +159,8 @@ def block_values(bank: ProbeBank, x: Tensor, step: Tensor, m: Tensor, permuted: 
     kinds = [_kind_values(kind.along(x, step), kind.along(x, permuted), m) for kind in bank.kinds]
     joined = {name: torch.cat([kind[name] for kind in kinds], -1) for name in kinds[0]}
     orders = [
-        step_order((joined[name] * joined["weight"]).nansum(-1).sqrt().movedim(0, -1)) for name in ("left", "left_both")
+        convergence_order((joined[name] * joined["weight"]).nansum(-1).sqrt().movedim(0, -1))
+        for name in ("left", "left_both")
     ]
     moved = joined["weight"].isfinite().any(-1)
     by_kind = {
@@ -212,7 +213,7 @@ def _replayed(
     instruments: list[Instrument] = []
     reasons = []
     for instrument in (SplittingTerms(steps, bank), SamplingTerms(steps, bank, tokens=tokens, seed=seed)):
-        reason = system.refusal(instrument)
+        reason = system.unsupported_reason(instrument)
         if reason is None:
             instruments.append(instrument)
         else:

@@ -56,14 +56,14 @@ def close_pair_share(
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)
 
 
-def close_pair_probability(trajectory: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
+def close_pair_shares(trajectory: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
     """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
     The variable ``close_pair_share`` (time, system) is the share of the pairs of each system; its mean over systems
     estimates the probability. The standard error is over systems, since pairs of the same system are not independent;
     ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0.
 
-    >>> measured = close_pair_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)))
+    >>> measured = close_pair_shares(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)))
     >>> measured.close_pair_share.dims, measured.close_pair_share.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """

@@ -117,13 +117,13 @@ def jko_layer(
     return measured
 
 
-def jko_refusal(system: System) -> str | None:
-    """Why ``jko_layer`` cannot be taken of a system, in one sentence; None if it can.
+def jko_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``jko_layer``; None if it does.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> jko_refusal(integrate(SA(beta=1.0), torch.eye(2), times=[0.0, 1.0]))
+    >>> jko_unsupported(integrate(SA(beta=1.0), torch.eye(2), times=[0.0, 1.0]))
     'system has 1 system, but jko_layer fits on one half of them and needs at least 4'
     """
     prompts, states = system.trajectory.states.shape[1], len(system.trajectory.times)
@@ -134,7 +134,7 @@ def jko_refusal(system: System) -> str | None:
         return "system has 1 stored time, but jko_layer compares two"
     if isinstance(system, Recording) and system.anatomy.has_cross:
         return "system is a decoder that reads an encoder, but jko_layer needs blocks of attention and MLP"
-    return system.refusal(LayerEnergies([]))
+    return system.unsupported_reason(LayerEnergies([]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class LayerSteps:
     @classmethod
     def of(cls, system: System, *, seed: int = 0) -> LayerSteps:
         """The steps of a system; one replay."""
-        reason = jko_refusal(check_system(system))
+        reason = jko_unsupported(check_system(system))
         if reason is not None:
             raise HelmscopeError(reason)
         path = check_finite(without_first_token(sphere_and_ids(system, None)[0]))

@@ -94,7 +94,7 @@ class LayerEnergies(Instrument):
     torch.Size([3])
     """
 
-    name = "jko_layer"  # of the measurement that needs them, for refusals
+    name = "jko_layer"  # of the measurement that needs them, for error messages
     needs = HEADS_NEED | Needs.FORCE
 
     def __init__(self, selected: list[int] | np.ndarray) -> None:
@@ -102,7 +102,7 @@ class LayerEnergies(Instrument):
         self._sums: dict[int, dict[str, Tensor]] = {}
         self._nu: dict[int, list[float]] = {}
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured: its forces must be MLPs."""
         for layer in system.layers:
             force = system.force(layer=layer)

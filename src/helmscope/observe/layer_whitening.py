@@ -89,9 +89,9 @@ class LayerWhitening(Instrument):
         self.tolerance = check_real("tolerance", tolerance, above=0)
         self._halves: dict[str, Tensor] = {}
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().refusal(system)
+        reason = DriftAndSwirl().unsupported_reason(system)
         return reason and reason.replace("drift_and_swirl", self.name)
 
     def start(self, plan: ReplayPlan) -> None:

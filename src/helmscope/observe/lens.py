@@ -37,7 +37,7 @@ class HasLogits(Protocol):
 def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.Dataset:
     """Divergence of the logit lens at each depth from the model's prediction, and its entropy, for each text in nats:
 
-        ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
+        ``kl``          KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
     averaged over tokens by their weights, along (depth, prompt). p_t is the softmax of the head applied to the state at
     depth t, p that of the model itself, so the divergence is 0 at the last depth. Logits have the model's dtype, at
@@ -67,7 +67,7 @@ def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.D
             values[:, mask] = _per_token(final, system.logits(depth=depth, rows=rows)[mask]).cpu()
             means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
             report((begin + (step + 1) / len(depths) * len(m)) / texts)
-    quantities = {"divergence": means[0], "entropy": means[1]}
+    quantities = {"kl": means[0], "entropy": means[1]}
     return with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
 
 

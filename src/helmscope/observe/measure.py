@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Protocol
 
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length
-from helmscope.observe.attention_divergence import attention_divergence, divergence_refusal
 from helmscope.observe.attention_drift import AttentionDrift
 from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
+from helmscope.observe.attention_surface_divergence import attention_surface_divergence, divergence_unsupported
 from helmscope.observe.bistochasticity import Bistochasticity
-from helmscope.observe.block_steps import steps_refusal
-from helmscope.observe.context_noise import context_noise, context_refusal, own_contexts
-from helmscope.observe.depth_flow import depth_flow, flow_refusal
+from helmscope.observe.block_steps import steps_unsupported
+from helmscope.observe.context_noise import context_noise, context_unsupported, own_contexts
+from helmscope.observe.depth_flow import depth_flow, flow_unsupported
 from helmscope.observe.depth_steps import depth_steps
 from helmscope.observe.drift import DriftAndSwirl
-from helmscope.observe.entropy import entropy_along_depth, entropy_refusal
-from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
+from helmscope.observe.entropy import entropy_along_depth, entropy_unsupported
+from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.observe.generator_test import generator_test
-from helmscope.observe.jko_layer import jko_layer, jko_refusal
+from helmscope.observe.jko_layer import jko_layer, jko_unsupported
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.layer_whitening import LayerWhitening
-from helmscope.observe.map_entropy import map_entropy, map_refusal
+from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change
 from helmscope.observe.mlp_jacobian import MlpJacobian
-from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
-from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_refusal
-from helmscope.observe.mobility_test import mobility_refusal, mobility_test
+from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
+from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_unsupported
+from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
 from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
@@ -83,7 +83,7 @@ class StandaloneMeasurement:
     name: str
     function: Measure
     forwards: tuple[float, float]
-    refusal: Callable[[System], str | None] | None = None
+    unsupported_reason: Callable[[System], str | None] | None = None
 
     def cost(self, *, quick: bool) -> float:
         """The time in eager forwards of the model.
@@ -105,7 +105,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         StandaloneMeasurement(
             "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (0.3, 0.3)
         ),
-        StandaloneMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_refusal),
+        StandaloneMeasurement("mlp_weights", _mlp_weights, (0.5, 0.5), weights_unsupported),
         _replayed(lambda quick, seed: Bistochasticity(), (1, 1)),
         _replayed(lambda quick, seed: GateSparsity(), (1.5, 1.5)),
         StandaloneMeasurement(
@@ -114,24 +114,24 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         StandaloneMeasurement(
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
-        StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_refusal),
+        StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_unsupported),
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
-        StandaloneMeasurement("attention_divergence", _attention_divergence, (5, 3), divergence_refusal),
+        StandaloneMeasurement("attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
-        StandaloneMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_refusal),
+        StandaloneMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_unsupported),
         StandaloneMeasurement(
             "entropy_along_depth",
             lambda system, quick, seed, progress: entropy_along_depth(system, progress=progress),
             (16, 14),
-            entropy_refusal,
+            entropy_unsupported,
         ),
-        StandaloneMeasurement("map_entropy", _map_entropy, (18, 10), map_refusal),
-        StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_refusal),
+        StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), map_unsupported),
+        StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_unsupported),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
-        StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_refusal),
-        StandaloneMeasurement("jko_layer", _jko_layer, (37, 89), jko_refusal),
-        StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_refusal),
-        StandaloneMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_refusal),
+        StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_unsupported),
+        StandaloneMeasurement("jko_layer", _jko_layer, (37, 89), jko_unsupported),
+        StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_unsupported),
+        StandaloneMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_unsupported),
     )
 
 
@@ -143,11 +143,13 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
         return system.replay(instrument, progress=progress)[instrument.name]
 
     instrument = make(True, 0)
-    return StandaloneMeasurement(instrument.name, function, forwards, lambda system: system.refusal(instrument))
+    return StandaloneMeasurement(
+        instrument.name, function, forwards, lambda system: system.unsupported_reason(instrument)
+    )
 
 
-def _attention_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return attention_divergence(system, probes=1 if quick else 2, seed=seed, progress=progress)
+def _attention_surface_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return attention_surface_divergence(system, probes=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _context_noise(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -164,8 +166,8 @@ def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOp
     return free_energy_along_depth(system, tokens=4 if quick else 16, progress=progress)
 
 
-def _map_entropy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return map_entropy(system, tokens=4 if quick else 16, progress=progress)
+def _mlp_entropy_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mlp_entropy_change(system, tokens=4 if quick else 16, progress=progress)
 
 
 def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -190,7 +192,7 @@ def _mlp_projection(system: System, *, quick: bool, seed: int, progress: Progres
 
 def _no_kernel(system: System) -> str | None:
     """Why a system has no effective beta; its states on the sphere are not needed to know that."""
-    return system.refusal(EffectiveBeta(sphere=system.trajectory))
+    return system.unsupported_reason(EffectiveBeta(sphere=system.trajectory))
 
 
 def measurement_names() -> tuple[str, ...]:
@@ -202,19 +204,20 @@ def measurement_names() -> tuple[str, ...]:
     return (*(each.name for each in streaming_instruments()), *(each.name for each in standalone_measurements()))
 
 
-def refusals(system: System) -> dict[str, str | None]:
+def unsupported_measurements(system: System) -> dict[str, str | None]:
     """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> reasons = refusals(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
+    >>> reasons = unsupported_measurements(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
     ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_layer', 'mlp_projection']
     """
-    streaming = {each.name: check_system(system).refusal(each) for each in streaming_instruments()}
+    streaming = {each.name: check_system(system).unsupported_reason(each) for each in streaming_instruments()}
     return streaming | {
-        each.name: None if each.refusal is None else each.refusal(system) for each in standalone_measurements()
+        each.name: None if each.unsupported_reason is None else each.unsupported_reason(system)
+        for each in standalone_measurements()
     }
 
 
@@ -229,14 +232,15 @@ def measure(
 ) -> dict[str, xr.Dataset]:
     """All measurements of a system by name, or those of some instruments from a single replay.
 
-    Without instruments these are all measurements that the system supports (``refusals`` says why others are missing):
-    the streaming instruments from one replay, and those of ``standalone_measurements``, with the steps over depth, the
-    flow of one token and the transport ratios; ``only`` selects some of them by name. With ``quick`` those that sample
-    take smaller samples; ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward
-    for each chunk of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means
-    with intervals, and ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning,
-    unless it is named in ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does
-    not support. ``progress`` is called with the share of the work done.
+    Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
+    others are missing): the streaming instruments from one replay, and those of ``standalone_measurements``, with the
+    steps over depth, the flow of one token and the transport ratios; ``only`` selects some of them by name. With
+    ``quick`` those that sample take smaller samples; ``seed`` draws them. With instruments, only these are used. A
+    replay of a model is one forward for each chunk of its prompts. The Measurements keep their replicates;
+    ``reduce_replicates`` turns each into means with intervals, and ``hs.plot`` draws all of them over depth. A
+    measurement that fails is left out with a warning, unless it is named in ``only``. Raises HelmscopeError for an
+    instrument or a name in ``only`` that the system does not support. ``progress`` is called with the share of the work
+    done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -281,7 +285,7 @@ def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
             f"system is {short_repr(system)}, but it must be a System: record the model first, "
             f"hs.measure(hs.record({short_repr(system)}))"
         )
-    reasons = refusals(system)
+    reasons = unsupported_measurements(system)
     if only is None:
         supported = [name for name, reason in reasons.items() if reason is None]
         if not supported:

@@ -78,9 +78,9 @@ class MlpJacobian(Instrument):
     name = "mlp_jacobian"
     needs = Needs.FORCE
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().refusal(system)
+        reason = DriftAndSwirl().unsupported_reason(system)
         return reason and reason.replace("drift_and_swirl", self.name)
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:

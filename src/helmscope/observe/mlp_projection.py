@@ -115,14 +115,14 @@ def mlp_projection(
     return measured
 
 
-def projection_refusal(system: System) -> str | None:
-    """Why ``mlp_projection`` cannot be taken of a system, in one sentence; None if it can.
+def projection_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``mlp_projection``; None if it does.
 
     >>> from helmscope.solve.integrate import integrate
-    >>> projection_refusal(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
+    >>> projection_unsupported(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
     'system has fewer than four systems, but mlp_projection fits on halves of halves of them'
     """
-    return system.refusal(_Samples(8))
+    return system.unsupported_reason(_Samples(8))
 
 
 class _Samples(Instrument):
@@ -136,7 +136,7 @@ class _Samples(Instrument):
         self.centered = False
         self._rows: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         for layer in system.layers:
             force = system.force(layer=layer)
             for each in force.experts if isinstance(force, MixtureOfExperts) else (force,):

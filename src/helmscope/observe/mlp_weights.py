@@ -165,13 +165,13 @@ def mlp_weights(system: System, *, folded: bool = False, permutations: int = 100
     return measured if mixed else measured.squeeze("expert", drop=True)
 
 
-def weights_refusal(system: System) -> str | None:
-    """Why ``mlp_weights`` cannot be taken of a system, in one sentence; None if it can.
+def weights_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``mlp_weights``; None if it does.
 
     >>> from helmscope.solve.integrate import integrate
-    >>> weights_refusal(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
+    >>> weights_unsupported(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
     """
-    reason = system.refusal(GateSparsity())
+    reason = system.unsupported_reason(GateSparsity())
     return reason and reason.replace("gate_sparsity", "mlp_weights")
 
 
@@ -197,9 +197,9 @@ class GateSparsity(Instrument):
     def __init__(self, *, threshold: float = 0.0, slope: float = 0.1) -> None:
         self.threshold, self.slope = check_real("threshold", threshold), check_real("slope", slope)
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().refusal(system)
+        reason = DriftAndSwirl().unsupported_reason(system)
         return reason and reason.replace("drift_and_swirl", self.name)
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:

@@ -32,7 +32,7 @@ from helmscope.observe.drift import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
-from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_refusal
+from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_unsupported
 from helmscope.observe.sigma_field import SigmaField, antisymmetric_share_of
 from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
@@ -81,7 +81,7 @@ def mobility_test(
         seed=check_integer("seed", seed, at_least=0),
         tolerance=check_real("tolerance", tolerance, above=0),
     )
-    reason = system.refusal(instrument)
+    reason = system.unsupported_reason(instrument)
     if reason is not None:
         raise HelmscopeError(reason)
     if not isinstance(system, Recording):
@@ -92,14 +92,14 @@ def mobility_test(
     return instrument.result()
 
 
-def mobility_refusal(system: System) -> str | None:
-    """Why ``mobility_test`` cannot be taken of a system, in one sentence; None if it can.
+def mobility_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``mobility_test``; None if it does.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> mobility_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
+    >>> mobility_unsupported(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
     """
-    return system.refusal(_Mobility(system, tokens=1, seed=0, tolerance=1e-6))
+    return system.unsupported_reason(_Mobility(system, tokens=1, seed=0, tolerance=1e-6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +129,11 @@ class _Mobility(Instrument):
     def needs(self) -> Needs:
         return HEADS_NEED | Needs.FORCE if self.has_mlp else HEADS_NEED
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         if isinstance(system, Recording) and system.anatomy.has_cross:
             return f"system is a decoder that reads an encoder, but {self.name} needs blocks of attention and MLP"
-        reason = DriftAndSwirl().refusal(system) if self.has_mlp else None
-        return (reason and reason.replace("drift_and_swirl", self.name)) or slopes_refusal(system, self.name)
+        reason = DriftAndSwirl().unsupported_reason(system) if self.has_mlp else None
+        return (reason and reason.replace("drift_and_swirl", self.name)) or slopes_unsupported(system, self.name)
 
     def start(self, plan: ReplayPlan) -> None:
         super().start(plan)

@@ -1,5 +1,5 @@
-"""What ``query_key_noise`` says about queries against keys: their ratio, the slope in sigma, kinds at equal damage, and
-table 1 of [Additive transport].
+"""Summaries of ``query_key_noise``, queries compared with keys: their ratio, the slope in sigma, kinds at equal damage,
+and table 1 of [Additive transport].
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 # table 1 of [Additive transport], measured there on GPT-2: sigma, KL of noise on queries, KL of noise on keys, ratio
 PRINTED = {0.01: (0.0007, 0.0013, 1.86), 0.05: (0.0342, 0.0296, 0.86), 0.10: (0.1237, 0.1581, 1.28)}
-KINDS = ("entropy_change", "top_kept", "top_key_kept")
+KINDS = ("entropy_change", "top_token_agreement", "top_key_agreement")
 RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log(x)"}
 
 
-def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
+def query_key_noise_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
     """KL of noise on keys over KL of noise on queries, each averaged over the axis ``over``: over the draws, one ratio
     per prompt, or over the prompts (over="prompt"), one ratio per draw. NaN where noise on queries does no damage.
 
@@ -32,7 +32,7 @@ def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
 
     >>> kl = ("site", "draw", "prompt"), [[[1.0, 2.0]], [[3.0, 2.0]]]
     >>> noise = xr.Dataset({"kl": kl}, {"site": ["query", "key"]})
-    >>> key_query_ratio(noise).values.tolist()
+    >>> query_key_noise_ratio(noise).values.tolist()
     [3.0, 1.0]
     """
     kl = _checked(noise).kl.mean(over)
@@ -41,13 +41,13 @@ def key_query_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataArray:
     return ratio.assign_attrs(RATIO)
 
 
-def damage_slope(noise: xr.Dataset) -> xr.DataArray:
+def query_key_noise_slope(noise: xr.Dataset) -> xr.DataArray:
     """The slope of log KL in log sigma, by least squares over the sizes > 0, of the mean over draws: 2 where damage is
     quadratic. NaN where some noise does no damage. Raises HelmscopeError for fewer than two sizes > 0.
 
     >>> sigma = np.array([0.1, 0.2, 0.4])
     >>> noise = xr.Dataset({"kl": (("sigma", "draw", "prompt"), 3 * sigma[:, None, None] ** 2)}, {"sigma": sigma})
-    >>> damage_slope(noise).round(6).values.tolist()
+    >>> query_key_noise_slope(noise).round(6).values.tolist()
     [2.0]
     """
     kl = _checked(noise).kl.mean("draw")
@@ -59,16 +59,16 @@ def damage_slope(noise: xr.Dataset) -> xr.DataArray:
     return slope
 
 
-def at_equal_damage(noise: xr.Dataset) -> xr.Dataset:
-    """What noise on queries and noise on keys do at equal KL: ``entropy_change``, ``top_kept`` and ``top_key_kept`` of
-    both, along ``site``, at one KL per prompt, ``equal_kl``.
+def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
+    """What noise on queries and noise on keys do at equal KL: ``entropy_change``, ``top_token_agreement`` and
+    ``top_key_agreement`` of both, along ``site``, at one KL per prompt, ``equal_kl``.
 
     KL and kinds are averaged over draws and interpolated along sigma, linearly in log KL. ``equal_kl`` is the geometric
     middle of the range of KL that both reach in the prompt; where there is none, all are NaN.
 
     >>> from helmscope import record
     >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), seeds=2)
-    >>> at_equal_damage(noise).top_key_kept.dims
+    >>> query_key_noise_at_equal_kl(noise).top_key_agreement.dims
     ('form', 'site', 'prompt')
     """
     mean = _checked(noise)[["kl", *KINDS]].mean("draw").sel(site=["query", "key"])
@@ -109,21 +109,21 @@ def noise_table_as_printed(
     """
     forms = (NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS)
     noise = query_key_noise(recording, forms=forms, sigmas=list(PRINTED), seeds=seeds, seed=seed, progress=progress)
-    return as_table(noise)
+    return query_key_noise_table(noise)
 
 
-def as_table(noise: xr.Dataset) -> xr.Dataset:
+def query_key_noise_table(noise: xr.Dataset) -> xr.Dataset:
     """The table of ``noise_table_as_printed`` from noise that was measured at the printed sizes.
 
     >>> kl = ("sigma", "site", "draw", "prompt"), np.ones((3, 2, 1, 4))
-    >>> table = as_table(xr.Dataset({"kl": kl}, {"sigma": list(PRINTED), "site": ["query", "key"]}))
+    >>> table = query_key_noise_table(xr.Dataset({"kl": kl}, {"sigma": list(PRINTED), "site": ["query", "key"]}))
     >>> table.ratio.isel(prompt=0).values.tolist()
     [1.0, 1.0, 1.0]
     """
     kl = _checked(noise).kl.sel(sigma=list(PRINTED)).mean("draw", keep_attrs=True)
     printed = dict(zip(("query", "key", "ratio"), zip(*PRINTED.values(), strict=True), strict=True))
     columns = {f"kl_{site}": kl.sel(site=site, drop=True) for site in ("query", "key")}
-    table = xr.Dataset(columns | {"ratio": key_query_ratio(noise).sel(sigma=list(PRINTED))}, attrs=noise.attrs)
+    table = xr.Dataset(columns | {"ratio": query_key_noise_ratio(noise).sel(sigma=list(PRINTED))}, attrs=noise.attrs)
     return check_replicates(
         table.assign_coords({f"printed_{name}": ("sigma", list(column)) for name, column in printed.items()})
     )

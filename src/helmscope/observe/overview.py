@@ -13,7 +13,7 @@ import xarray as xr
 from helmscope.fields.field import Field
 from helmscope.observe.clusters import cluster_count
 from helmscope.observe.energy import interaction_energy
-from helmscope.observe.inner_products import close_pair_probability, inner_product_histogram, mean_inner_product
+from helmscope.observe.inner_products import close_pair_shares, inner_product_histogram, mean_inner_product
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import effective_rank
 from helmscope.observe.track import (
@@ -86,7 +86,7 @@ def overview(
         part = _select_times(trajectory, slice(begin, begin + size))
         thinned = _thin_tokens(part, stride)
         computations: list[Callable[[], xr.Dataset]] = [
-            partial(close_pair_probability, thinned, delta=delta),
+            partial(close_pair_shares, thinned, delta=delta),
             partial(track, thinned, cluster_count=partial(cluster_count, radius=radius)),
             partial(track, part, order_parameter=order_parameter, mean_inner_product=mean_inner_product),
             partial(track, part, effective_rank=effective_rank),

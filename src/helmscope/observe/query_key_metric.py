@@ -38,7 +38,7 @@ import xarray as xr
 from helmscope.fields.norms import LayerNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.input_matrices import input_matrices
-from helmscope.models.output_matrix import output_matrices, output_refusal
+from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.watch import Observer, Site
 from helmscope.runs.bar import shows_progress
@@ -70,12 +70,12 @@ NAMES = {
 
 
 @dataclass(frozen=True, eq=False)
-class HeadForms:
+class HeadMatrices:
     """The factors of M and O for the heads of a layer, with gain and projector of the norm folded in, in float64:
     M_h = queries_h^T keys_h and O_h = outputs_h values_h, on a space of dimension ``dim``.
 
     >>> from helmscope import record
-    >>> forms = head_forms(record("A", ["Once upon a time"]))
+    >>> forms = head_matrices(record("A", ["Once upon a time"]))
     >>> len(forms), forms[0].queries.shape, forms[0].outputs.shape, forms[0].dim
     (12, torch.Size([6, 32, 192]), torch.Size([6, 192, 32]), 191)
     """
@@ -87,19 +87,19 @@ class HeadForms:
     dim: int
 
 
-def head_forms(recording: Recording) -> list[HeadForms]:
+def head_matrices(recording: Recording) -> list[HeadMatrices]:
     """The forms of all layers; raises HelmscopeError where ``input_matrices`` does, and where the outputs of heads are
     not written by a matrix that can be read.
 
     >>> from helmscope import record
-    >>> forms = head_forms(record("A", ["Once upon a time"]))[3]
+    >>> forms = head_matrices(record("A", ["Once upon a time"]))[3]
     >>> bool(forms.queries.sum(-1).abs().max() < 1e-6)  # LayerNorm: the mean of a state is not read
     True
     """
     check_recording(recording)
     anatomy, found = recording.anatomy, []
     for number, layer in enumerate(anatomy.layers):
-        why = output_refusal(layer)
+        why = output_unsupported(layer)
         if why is not None:
             raise HelmscopeError(f"recording has a layer {number} of which {why}, so that W_O cannot be read")
     for number, matrices in enumerate(input_matrices(recording)):
@@ -110,7 +110,7 @@ def head_forms(recording: Recording) -> list[HeadForms]:
         outputs = outputs - outputs.mean(1, keepdim=True) if centered else outputs
         repeats = len(outputs) // len(read[Site.KEY])
         keys, values = (read[site].repeat_interleave(repeats, 0) for site in (Site.KEY, Site.VALUE))
-        found.append(HeadForms(read[Site.QUERY], keys, values, outputs, anatomy.dim - int(centered)))
+        found.append(HeadMatrices(read[Site.QUERY], keys, values, outputs, anatomy.dim - int(centered)))
     return found
 
 
@@ -163,11 +163,11 @@ def symmetric_eigenvalues(
 
 
 @full_precision
-def form_alignment(forms: HeadForms) -> Float[Tensor, " heads"]:
+def qk_ov_alignment(forms: HeadMatrices) -> Float[Tensor, " heads"]:
     """cos(M, O) = tr(M^T O) / (|M| |O|) of every head; NaN where one of them is 0.
 
     >>> eye = torch.eye(2)[None]
-    >>> form_alignment(HeadForms(eye, eye, eye, eye, dim=2)).round(decimals=6).tolist()
+    >>> qk_ov_alignment(HeadMatrices(eye, eye, eye, eye, dim=2)).round(decimals=6).tolist()
     [1.0]
     """
     product = ((forms.queries @ forms.outputs) * (forms.keys @ forms.values.mT)).sum((-2, -1))
@@ -182,7 +182,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
     (d + 1) / (2 d), ``positive`` and ``negative``, ``negative_share``, and ``alignment`` with null 0.
 
     They are computed from the weights; a few short forwards read them. ``seed`` and ``progress`` are not used. Raises
-    HelmscopeError where ``head_forms`` does.
+    HelmscopeError where ``head_matrices`` does.
 
     >>> from helmscope import record
     >>> metric = query_key_metric(record("A", ["Once upon a time"]))
@@ -190,7 +190,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
     (('layer', 'head'), 0.5026, 32)
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in NAMES}
-    forms = head_forms(recording)
+    forms = head_matrices(recording)
     for each in forms:
         values = symmetric_eigenvalues(each.queries, each.keys)
         largest = values.abs().amax(-1, keepdim=True)
@@ -198,7 +198,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         columns["positive"].append((values > ZERO * largest).double().sum(-1))
         columns["negative"].append((values < -ZERO * largest).double().sum(-1))
         columns["negative_share"].append(values.clamp(max=0).square().sum(-1) / values.square().sum(-1))
-        columns["alignment"].append(form_alignment(each))
+        columns["alignment"].append(qk_ov_alignment(each))
     limits = {"symmetric_share": (0.0, 1.0), "negative_share": (0.0, 1.0), "alignment": (-1.0, 1.0)}
     data = {
         name: (
@@ -216,7 +216,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
 
 
 @shows_progress("loop defect")
-def loop_defect(
+def holonomy_defect(
     recording: Recording,
     *,
     triangles: int = 4,
@@ -224,19 +224,20 @@ def loop_defect(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The defect of transport around random triangles of tokens, ``loop_defect`` along (layer, prompt): the mean over
+    """The defect of transport around random triangles of tokens, ``holonomy_defect`` along (layer, prompt): the mean
+    over
     ``triangles`` of 1 - tr(U_ij U_jk U_ik^T) / rank, in [0, 2]; the null value 1 is that of unrelated ways.
 
     Takes one forward, and three singular value decompositions per triangle, layer and prompt. NaN where attention
-    writes nothing and for texts of fewer than 3 visible tokens. Raises HelmscopeError where ``head_forms`` does, for a
-    layer out of range, and if no text has 3 visible tokens.
+    writes nothing and for texts of fewer than 3 visible tokens. Raises HelmscopeError where ``head_matrices`` does, for
+    a layer out of range, and if no text has 3 visible tokens.
 
     >>> from helmscope import record
-    >>> loop_defect(record("A", ["Once upon a time"]), triangles=1, layers=[0, 5]).loop_defect.dims
+    >>> holonomy_defect(record("A", ["Once upon a time"]), triangles=1, layers=[0, 5]).holonomy_defect.dims
     ('layer', 'prompt')
     """
     report, count = check_progress(progress), check_integer("triangles", triangles, at_least=1)
-    forms = head_forms(recording)
+    forms = head_matrices(recording)
     chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
     corners = _corners(recording, count, check_seed(seed))
     observer = _EdgeWeights(chosen, corners)
@@ -246,21 +247,22 @@ def loop_defect(
         edges = torch.cat(observer.found[layer])  # (prompt, triangle, edge, head)
         for prompt in range(found.shape[1]):
             if corners[prompt, 0, 0] >= 0:
-                found[row, prompt] = np.mean([triangle_defect(forms[layer], each) for each in edges[prompt]])
+                found[row, prompt] = np.mean([triangle_holonomy_defect(forms[layer], each) for each in edges[prompt]])
         report((row + 1) / len(chosen))
     bounds = {"long_name": "defect of transport around triangles", "valid_min": 0.0, "valid_max": 2.0}
     coords = {"layer": chosen, "prompt": np.arange(found.shape[1])}
     coords |= identity_coordinates("prompt", recording.batch.identities)
-    data = {"loop_defect": (("layer", "prompt"), found, bounds), "loop_defect_null": 1.0}
+    data = {"holonomy_defect": (("layer", "prompt"), found, bounds), "loop_defect_null": 1.0}
     return check_replicates(xr.Dataset(data, coords, {"model": recording.origin.title, "title": "loop defect"}))
 
 
 @full_precision
-def triangle_defect(forms: HeadForms, weights: Float[Tensor, "3 heads"]) -> float:
+def triangle_holonomy_defect(forms: HeadMatrices, weights: Float[Tensor, "3 heads"]) -> float:
     """1 - tr(U_ij U_jk U_ik^T) / rank for the weights A_ij, A_jk and A_ik of the heads; NaN if a transport is 0.
 
     >>> eye = torch.eye(3).double()[None]
-    >>> triangle_defect(HeadForms(eye, eye, eye, 2 * eye, dim=3), torch.tensor([[0.5], [0.2], [0.1]])) < 1e-12
+    >>> heads = HeadMatrices(eye, eye, eye, 2 * eye, dim=3)
+    >>> triangle_holonomy_defect(heads, torch.tensor([[0.5], [0.2], [0.1]])) < 1e-12
     True
     """
     units, ranks = [], []

@@ -1,13 +1,14 @@
 """The damage of noise on queries, keys and values, as [Additive transport], section 9.1, prints it and in fair forms.
 
-    kl  =  mean over tokens of KL(p || q),    p the next-token law without noise, q with noise in all layers at once
+    kl  =  mean over tokens of KL(p || q),    p the next-token distribution without noise, q with noise in all layers at
+    once
 
 for noise of several sizes and paired seeds: noise on queries and noise on keys of one draw have the same seed. Where kl
 is quadratic in the size, K / Q, the ratio of the two, does not depend on it; under the gauge q -> c q, k -> k / c,
 which leaves the model unchanged, it grows as c^4 in the forms with a fixed standard deviation (``NoiseForm``).
 
-Besides how much, ``entropy_change``, ``top_kept`` and ``top_key_kept`` say which kind of damage it is; compare them at
-equal kl (``at_equal_damage``).
+Besides how much, ``entropy_change``, ``top_token_agreement`` and ``top_key_agreement`` say which kind of damage it is;
+compare them at equal kl (``query_key_noise_at_equal_kl``).
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
 SIGMAS = (0.01, 0.05, 0.1)  # of table 1
 SITES = (Site.QUERY, Site.KEY)
 NAMES = {
-    "kl": "divergence of the next-token law from that without noise (nats)",
-    "entropy_change": "change of the entropy of the next-token law (nats)",
-    "top_kept": "share of positions whose most likely next token stays",
-    "top_key_kept": "share of attention rows whose largest weight stays at its key",
+    "kl": "KL divergence of the next-token distribution from that without noise (nats)",
+    "entropy_change": "change of the entropy of the next-token distribution (nats)",
+    "top_token_agreement": "share of positions whose most likely next token stays",
+    "top_key_agreement": "share of attention rows whose largest weight stays at its key",
 }
 
 
@@ -106,8 +107,9 @@ def query_key_noise(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of noise, along (form, site, sigma, draw, prompt): ``kl``, ``entropy_change``, ``top_kept`` and
-    ``top_key_kept``; null values are those without noise.
+    """The damage of noise, along (form, site, sigma, draw, prompt): ``kl``, ``entropy_change``, ``top_token_agreement``
+    and
+    ``top_key_agreement``; null values are those without noise.
 
     ``sigmas`` are the sizes, ``seeds`` the number of draws, and ``layers`` where noise is added, by default in all at
     once. ``sites`` may also hold Site.VALUE in the forms that do not compare queries with keys. The axis ``site`` holds
@@ -123,7 +125,7 @@ def query_key_noise(
     >>> noise = query_key_noise(recording, seeds=2)
     >>> dict(noise.kl.sizes)
     {'form': 2, 'site': 2, 'sigma': 3, 'draw': 2, 'prompt': 2}
-    >>> noise.sel(site="key").top_key_kept.max().item() <= 1
+    >>> noise.sel(site="key").top_key_agreement.max().item() <= 1
     True
     """
     report, count = check_progress(progress), check_integer("seeds", seeds, at_least=1)
@@ -249,9 +251,9 @@ class _NoiseTrial:
 
     def _compare(self, rows: slice, plain: Tensor, noisy: Tensor, same_key: Tensor) -> np.ndarray:
         """The values of NAMES, over (kind, rows)."""
-        kl, _, entropy_change, top_kept = self.scoring.of_tokens(token_damage, rows, noisy, plain)
+        kl, _, entropy_change, top_token_agreement = self.scoring.of_tokens(token_damage, rows, noisy, plain)
         # scored tokens are never the first, whose row has one key only
-        kinds = torch.stack([kl, entropy_change, top_kept, same_key.double().mean((0, 2)).cpu()])
+        kinds = torch.stack([kl, entropy_change, top_token_agreement, same_key.double().mean((0, 2)).cpu()])
         return self.scoring.means(kinds, rows)
 
     def _changed_weights(self, form: NoiseForm, site: Site, sigma: float, seed: int) -> AbstractContextManager[Any]:

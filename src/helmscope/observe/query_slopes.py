@@ -27,7 +27,7 @@ from helmscope.models.recording import Recording
 from helmscope.models.replay import InstrumentFeed
 from helmscope.models.tap import Attended, eager_of
 from helmscope.models.watch import Observer, Site
-from helmscope.observe.attention_divergence import FrozenCloud
+from helmscope.observe.attention_surface_divergence import FrozenCloud
 from helmscope.observe.token_choice import taken
 from helmscope.solve.replay import attention_of
 from helmscope.types import Half, HelmscopeError, Needs, ReplayPlan
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 AGREEMENT = 1e-4  # of attention weights computed for sampled queries with those of the model
 
 
-def slopes_refusal(system: System, name: str) -> str | None:
+def slopes_unsupported(system: System, name: str) -> str | None:
     """Why the weights of a system cannot be differentiated by one query, in one sentence; None if they can.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> slopes_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility_test")
+    >>> slopes_unsupported(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), "mobility_test")
     """
     if isinstance(system, Recording):
         if system.anatomy.tapped:

@@ -128,7 +128,7 @@ class SinkEdits:
     >>> weights = torch.tensor([[[[1.0, 0.0], [0.75, 0.25]]]])
     >>> from helmscope.models.watch import Chunk
     >>> (masked,) = SinkEdits([(0, 0)], renormalized=True).edits
-    >>> masked.new(weights, Chunk.whole(1).at(Site.WEIGHTS, layer=0)).tolist()
+    >>> masked.new(weights, Chunk.whole(1).at(Site.KERNEL, layer=0)).tolist()
     [[[[1.0, 0.0], [0.0, 1.0]]]]
     """
 
@@ -149,7 +149,7 @@ class SinkEdits:
     def edits(self) -> tuple[AbstractEdit, ...]:
         """One edit of the weights, and one of the heads' outputs if there are constants."""
         layers = list(self.heads)
-        without = Edit(Site.WEIGHTS, layers, self._without)
+        without = Edit(Site.KERNEL, layers, self._without)
         return (without,) if self.constants is None else (without, Edit(Site.HEADS, layers, self._with_constants))
 
     def _without(self, weights: Tensor, context: EditContext) -> Tensor:

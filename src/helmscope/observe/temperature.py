@@ -74,7 +74,7 @@ class EffectiveBeta(Instrument):
         self._recording: Recording | None = None  # a post-norm one, whose sphere is not that of its states
         self._path = sphere
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why the states of a post-norm recording without gain and bias are not known."""
         self._recording = None
         if isinstance(system, Recording) and system.anatomy.post_norm and self.sphere is None:

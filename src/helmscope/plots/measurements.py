@@ -35,7 +35,7 @@ FIRST = {
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
     "free_energy_along_depth": ("free_energy", "free_energy_change", "entropy", "entropy_change", "nu"),
-    "map_entropy": ("entropy_change",),
+    "mlp_entropy_change": ("entropy_change",),
     "effective_beta": ("beta_without_self", "r_squared_without_self"),
 }
 # what is drawn over a variable: its prediction, in a few words
@@ -45,7 +45,7 @@ OVER = {
         for kind, text in (("predicted", "predicted"), ("gaussian_predicted", "predicted, Gaussian"))
         for name in ("free_energy", "entropy", "free_energy_change", "entropy_change")
     },
-    "map_entropy": {"divergence": ("entropy_change", "first order")},
+    "mlp_entropy_change": {"surface_divergence": ("entropy_change", "first order")},
 }
 
 

@@ -176,9 +176,9 @@ def trial_figure(
     Measurement does not have, and for a width below 3.
 
     >>> import xarray as xr
-    >>> from helmscope.types import JudgedQuantity, Ruling
+    >>> from helmscope.types import JudgedCondition, Ruling
     >>> region = Region(text="within .1", low=0.9, high=1.1)
-    >>> rate = JudgedQuantity("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> rate = JudgedCondition("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
     >>> verdict = Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,))
     >>> data = xr.Dataset({"slope": ("beta", [1.0, 1.0]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
     >>> len(trial_figure(verdict, data).axes)

@@ -24,7 +24,7 @@ from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
     Interval,
-    JudgedQuantity,
+    JudgedCondition,
     MissingExtra,
     PrintedStatement,
     Verdict,
@@ -251,7 +251,7 @@ def _lines(verdict: Verdict) -> list[_Line]:
     return lines
 
 
-def _line(role: str, judged: JudgedQuantity) -> _Line:
+def _line(role: str, judged: JudgedCondition) -> _Line:
     value, ends = _value_and_ends(judged.interval)
     expected = ""
     if isinstance(judged, Control):
@@ -270,7 +270,7 @@ def _value_and_ends(interval: Interval | None) -> tuple[str, str]:
 def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
     """The figure in words, for screen readers."""
     ends = None if verdict.region is None else verdict.region.ends
-    judged: list[JudgedQuantity] = [*verdict.conditions, *verdict.controls]
+    judged: list[JudgedCondition] = [*verdict.conditions, *verdict.controls]
     intervals = [f"{case.name} {interval_text(case.interval)}" for case in judged if case.region.ends == ends]
     panels = []
     for name in variables(data)[:MOST_PANELS]:

@@ -81,7 +81,7 @@ def replay(
     return results(instruments)
 
 
-def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
+def unsupported_reason(simulation: Simulation, instrument: Instrument) -> str | None:
     """Why an instrument cannot be used on this simulation, in one sentence; None if it can.
 
     >>> from helmscope.fields.attention import SA
@@ -89,7 +89,7 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
     >>> from helmscope.types import Instrument
     >>> class Probe(Instrument):
     ...     name, needs = "probe", Needs.FORCE
-    >>> refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), Probe())
+    >>> unsupported_reason(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), Probe())
     'system has no MLP: force(layer=0) is None, but probe needs one: that of a Block, or an MLP itself'
     """
     field, name = simulation.field, type(simulation.field).__name__
@@ -99,7 +99,7 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
     if Needs.QKV in instrument.needs and not isinstance(attention, Attention | MultiHead):
         return f"field is {name}, but {instrument.name} needs query, key and value: those of SA, MultiHead and the like"
     if Needs.OUTPUT in instrument.needs:
-        reason = _output_refusal(field, instrument.name)
+        reason = _output_unsupported(field, instrument.name)
         if reason is not None:
             return reason
     if Needs.FORCE in instrument.needs and simulation.force(layer=0) is None:
@@ -109,10 +109,10 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
         )
     if Needs.FORCE in instrument.needs and not _reads_unit_vectors(simulation):
         return f"system has an MLP that does not read unit vectors, but {instrument.name} needs one that does"
-    return instrument.refusal(simulation)
+    return instrument.unsupported_reason(simulation)
 
 
-def _output_refusal(field: Field, name: str) -> str | None:
+def _output_unsupported(field: Field, name: str) -> str | None:
     """Why the heads of a field do not write by matrices to a state with a direction; None if they do."""
     if not isinstance(attention_of(field), Attention | MultiHead):
         return (

@@ -9,7 +9,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.runs.bar import shows_progress
-from helmscope.solve.replay import refusal, replay
+from helmscope.solve.replay import replay, unsupported_reason
 from helmscope.types import Outcome, Plottable, Trajectory, html_table, one_line_repr, short_description
 
 if TYPE_CHECKING:
@@ -268,16 +268,16 @@ class Simulation(Plottable):
         """
         return self.problem.continued(depth, states, self.stream(depth=depth), generator).run()
 
-    def refusal(self, instrument: Instrument) -> str | None:
+    def unsupported_reason(self, instrument: Instrument) -> str | None:
         """Why the instrument cannot be used on this simulation, in one sentence; None if it can.
 
         >>> import torch
         >>> import helmscope as hs
         >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
-        >>> run.refusal(hs.observe.DriftAndSwirl())
+        >>> run.unsupported_reason(hs.observe.DriftAndSwirl())
         'system has no MLP: force(layer=0) is None, but drift_and_swirl needs one: that of a Block, or an MLP itself'
         """
-        return refusal(self, instrument)
+        return unsupported_reason(self, instrument)
 
     @shows_progress("replaying")
     def replay(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.stats.change_point import held_out_errors as held_out_errors
+    from helmscope.stats.change_point import change_point_errors as change_point_errors
     from helmscope.stats.paired import paired_difference as paired_difference
     from helmscope.stats.power import detection_power as detection_power
     from helmscope.stats.power import minimum_detectable_effect as minimum_detectable_effect

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LEAST_POINTS = 4  # so that without one of them a line and a step are both determined
 
 
-def held_out_errors(x: ArrayLike, y: ArrayLike) -> tuple[Numbers, Numbers]:
+def change_point_errors(x: ArrayLike, y: ArrayLike) -> tuple[Numbers, Numbers]:
     """Squared errors at each point, predicted from all others: by the line of least squares, and by two constants, the
     means of y on either side of a change-point, which is placed between two neighboring x by least squares.
 
@@ -25,7 +25,7 @@ def held_out_errors(x: ArrayLike, y: ArrayLike) -> tuple[Numbers, Numbers]:
     the prediction is the mean of the two constants. Raises HelmscopeError for
     fewer than four points, or for x that are not in increasing order.
 
-    >>> trend, step = held_out_errors(range(8), [1, 1, 1, 1, 0, 0, 0, 0])
+    >>> trend, step = change_point_errors(range(8), [1, 1, 1, 1, 0, 0, 0, 0])
     >>> round(float(trend.sum()), 3), step.round(12).tolist()
     (0.735, [0.0, 0.0, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0])
     """

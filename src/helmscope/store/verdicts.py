@@ -17,7 +17,7 @@ from helmscope.types import (
     Control,
     HelmscopeError,
     Interval,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Provenance,
@@ -39,7 +39,7 @@ def encode_verdicts(verdicts: Sequence[Verdict]) -> bytes:
     type.
 
     >>> region = Region(text="t > 1", above=1.0)
-    >>> wide = JudgedQuantity("t", region, Interval(2.0, -math.inf, math.inf, n=2), Ruling.INCONCLUSIVE)
+    >>> wide = JudgedCondition("t", region, Interval(2.0, -math.inf, math.inf, n=2), Ruling.INCONCLUSIVE)
     >>> verdict = Verdict(claim="c1", ruling=Ruling.INCONCLUSIVE, conditions=(wide,), sentence="Two are too few.")
     >>> b'"low": "-inf"' in encode_verdicts([verdict])
     True
@@ -148,9 +148,9 @@ _PROVENANCE: dict[str, Reader] = {
 _READERS: dict[str, Reader] = {
     "ruling": _read_ruling,
     **dict.fromkeys(("claim", "sentence", "setting", "subject"), text),
-    "conditions": _read_each(_read_object(JudgedQuantity, _JUDGED), "conditions"),
+    "conditions": _read_each(_read_object(JudgedCondition, _JUDGED), "conditions"),
     "controls": _read_each(_read_object(Control, _CONTROL), "controls"),
-    "described": _read_each(_read_object(JudgedQuantity, _JUDGED), "quantities"),
+    "described": _read_each(_read_object(JudgedCondition, _JUDGED), "quantities"),
     "printed": _read_optional(_read_object(PrintedStatement, _PRINTED)),
     "attachments": _read_each(_read_object(Attachment, {"title": text, "text": text}), "attachments"),
     "provenance": _read_object(Provenance, _PROVENANCE),

@@ -62,7 +62,8 @@ class LinearField(Field):
 
 @dataclass(frozen=True, eq=False)
 class GaussianBridge(Bridge):
-    """The bridge from N(start_mean, start_cov) to N(end_mean, end_cov) of dX = ``drift`` X dt + sqrt(2 Sigma) dW.
+    """The bridge from N(start_mean, start_covariance) to N(end_mean, end_covariance) of dX = ``drift`` X dt + sqrt(2
+    Sigma) dW.
 
     The noise is either ``nu`` > 0, for Sigma = nu I, or ``diffusion``, a positive definite matrix Sigma; ``drift`` is a
     matrix A, 0 by default.
@@ -78,9 +79,9 @@ class GaussianBridge(Bridge):
     """
 
     start_mean: Float[Tensor, " d"]
-    start_cov: Float[Tensor, "d d"]
+    start_covariance: Float[Tensor, "d d"]
     end_mean: Float[Tensor, " d"]
-    end_cov: Float[Tensor, "d d"]
+    end_covariance: Float[Tensor, "d d"]
     nu: float | None = field(default=None, kw_only=True)
     diffusion: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
     horizon: float = field(default=1.0, kw_only=True)
@@ -97,7 +98,7 @@ class GaussianBridge(Bridge):
         _check_mean(self.end_mean, "end_mean", dim)
         for name in ("start_mean", "end_mean"):
             set_value(self, name, getattr(self, name).to(torch.float64))
-        for name in ("start_cov", "end_cov"):
+        for name in ("start_covariance", "end_covariance"):
             set_value(self, name, _check_covariance(getattr(self, name), name, dim))
         if (self.nu is None) == (self.diffusion is None):
             given = "neither" if self.nu is None else "both"
@@ -110,13 +111,13 @@ class GaussianBridge(Bridge):
             set_value(self, "drift", _check_square(self.drift, "drift", dim))
         phi, q = self._transition(self.horizon)
         root, inverse_root = _symmetric_power(q, 0.5), _symmetric_power(q, -0.5)
-        a = inverse_root @ phi @ self.start_cov @ phi.mT @ inverse_root
-        b = inverse_root @ self.end_cov @ inverse_root
+        a = inverse_root @ phi @ self.start_covariance @ phi.mT @ inverse_root
+        b = inverse_root @ self.end_covariance @ inverse_root
         a_root, eye = _symmetric_power(a, 0.5), torch.eye(dim).to(q)
         spread = _symmetric_power(4 * a_root @ b @ a_root + eye, 0.5)
         moved = root @ (a_root @ spread @ _symmetric_power(a, -0.5) - eye) @ root / 2  # Cov(Phi X_0, X_T)
-        moved_cov = phi @ self.start_cov @ phi.mT
-        conditional = _symmetrized(self.end_cov - moved.mT @ lu.solve(moved_cov, moved))
+        moved_cov = phi @ self.start_covariance @ phi.mT
+        conditional = _symmetrized(self.end_covariance - moved.mT @ lu.solve(moved_cov, moved))
         precision = lu.inv(conditional)
         set_value(self, "cross_cov", lu.solve(phi, moved))
         set_value(self, "end_precision", _symmetrized(precision - lu.inv(q)))
@@ -156,7 +157,7 @@ class GaussianBridge(Bridge):
         if self.diffusion is not None:
             return self.diffusion
         assert self.nu is not None  # __post_init__ has checked it
-        return self.nu * torch.eye(len(self.start_mean)).to(self.start_cov)
+        return self.nu * torch.eye(len(self.start_mean)).to(self.start_covariance)
 
     def _transition(self, duration: float) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"]]:
         """Phi_r and Q_r of the reference; by the exponential of a block matrix (Van Loan 1978)."""
@@ -211,7 +212,7 @@ class GaussianBridge(Bridge):
         left = phi_t - gain @ phi
         mean = left @ self.start_mean + gain @ self.end_mean
         mixed = left @ self.cross_cov @ gain.mT
-        cov = left @ self.start_cov @ left.mT + gain @ self.end_cov @ gain.mT + mixed + mixed.mT
+        cov = left @ self.start_covariance @ left.mT + gain @ self.end_covariance @ gain.mT + mixed + mixed.mT
         return mean, _symmetrized(cov + q_t - gain @ phi_r @ q_t)
 
     @full_precision
@@ -235,7 +236,9 @@ class GaussianBridge(Bridge):
         phi, q = self._transition(self.horizon)
         shift = self.end_mean - phi @ self.start_mean
         moved = phi @ self.cross_cov
-        second = self.end_cov - moved - moved.mT + phi @ self.start_cov @ phi.mT + torch.outer(shift, shift)
+        second = (
+            self.end_covariance - moved - moved.mT + phi @ self.start_covariance @ phi.mT + torch.outer(shift, shift)
+        )
         conditional = lu.inv(self.end_precision + lu.inv(q))
         logs = lu.slogdet(q).logabsdet - lu.slogdet(conditional).logabsdet
         cost = float(logs - len(q) + lu.solve(q, second).trace()) / 2

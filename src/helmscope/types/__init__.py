@@ -55,7 +55,7 @@ from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import (
     Attachment,
     Control,
-    JudgedQuantity,
+    JudgedCondition,
     Judgment,
     PrintedStatement,
     Provenance,
@@ -72,7 +72,7 @@ __all__ = [
     "HelmscopeError",
     "Instrument",
     "Interval",
-    "JudgedQuantity",
+    "JudgedCondition",
     "Judgment",
     "MissingExtra",
     "MlpTensors",

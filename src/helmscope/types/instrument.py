@@ -84,11 +84,11 @@ class Instrument(ABC):
             )
         return self._plan
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why this instrument cannot be used on the system beyond its ``needs``, in one sentence; None if it can.
 
         >>> from helmscope.observe.kernel import KernelStatistics
-        >>> KernelStatistics().refusal(None)
+        >>> KernelStatistics().unsupported_reason(None)
         """
         return None
 
@@ -257,7 +257,7 @@ def start_instruments(system: System, instruments: Sequence[Instrument], plan: R
             raise HelmscopeError(f"instruments holds {names.count(name)} named '{name}', but each needs its own name")
     for instrument in instruments:
         _check_needs(instrument)
-        reason = system.refusal(instrument)
+        reason = system.unsupported_reason(instrument)
         if reason is not None:
             raise HelmscopeError(reason)
         needs |= instrument.needs

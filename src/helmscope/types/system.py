@@ -89,7 +89,7 @@ class System(Protocol):
         tensor([1.], dtype=torch.float64)
         """
 
-    def refusal(self, instrument: Instrument) -> str | None:
+    def unsupported_reason(self, instrument: Instrument) -> str | None:
         """Why the instrument cannot be used on this system, in one sentence; None if it can.
 
         >>> import torch
@@ -97,7 +97,7 @@ class System(Protocol):
         >>> from helmscope.solve.integrate import integrate
         >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
         >>> from helmscope.observe.kernel import KernelStatistics
-        >>> run.refusal(KernelStatistics())
+        >>> run.unsupported_reason(KernelStatistics())
         """
 
     def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:

@@ -40,14 +40,14 @@ class Judgment(Enum):
 
 
 @dataclass(frozen=True)
-class JudgedQuantity:
+class JudgedCondition:
     """One quantity compared with its region: a condition of a claim, or a quantity that is only described.
 
     ``basis`` says in words what the interval is based on; ``interval`` is None if there was nothing to measure, and
     ``replicates_needed`` is about how many replicates would decide, None where that is not known.
 
     >>> region, interval = Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32)
-    >>> JudgedQuantity("growth", region, interval, Ruling.SUPPORTED).summary
+    >>> JudgedCondition("growth", region, interval, Ruling.SUPPORTED).summary
     'supported, 0.5 [0.4, 0.7], n = 32'
     """
 
@@ -67,7 +67,7 @@ class JudgedQuantity:
 
 
 @dataclass(frozen=True)
-class Control(JudgedQuantity):
+class Control(JudgedCondition):
     """A case with a known answer, judged alongside the claim: if its ruling is not one of ``expected``, the trial
     proves nothing.
 
@@ -157,16 +157,16 @@ class Verdict:
     for a reader, ``setting`` what was simulated or recorded, ``subject`` the name of what was put on trial.
 
     >>> region = Region(text="1 within .1", low=0.9, high=1.1)
-    >>> rate = JudgedQuantity("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> rate = JudgedCondition("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
     >>> Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,), subject="simulation")
     <Verdict on rate: supported, 1 [0.99, 1.01], n = 20; simulation>
     """
 
     claim: str
     ruling: Ruling
-    conditions: tuple[JudgedQuantity, ...] = ()
+    conditions: tuple[JudgedCondition, ...] = ()
     controls: tuple[Control, ...] = ()
-    described: tuple[JudgedQuantity, ...] = ()
+    described: tuple[JudgedCondition, ...] = ()
     printed: PrintedStatement | None = None
     sentence: str = ""
     setting: str = ""
@@ -175,7 +175,7 @@ class Verdict:
     provenance: Provenance = Provenance()
 
     @property
-    def deciding(self) -> JudgedQuantity | None:
+    def deciding(self) -> JudgedCondition | None:
         """The condition that decides: the first one with the ruling of the verdict, else the first one; None if nothing
         was measured.
 
@@ -222,7 +222,7 @@ class Verdict:
         return html_stack(html_table(f"{self.claim}: {self.ruling.value}", rows), *listings)
 
 
-def _condition_text(condition: JudgedQuantity) -> str:
+def _condition_text(condition: JudgedCondition) -> str:
     return f"{condition.summary}; region: {region_text(condition.region)}. {condition.region.comment}".rstrip()
 
 

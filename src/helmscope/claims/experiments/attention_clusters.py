@@ -48,8 +48,8 @@ def attention_clusters(case: TrialCase) -> Finding:
     some architectures attention gathers tokens for random weights too, which the verdict says where it is measured.
     """
     arms = Factorial.of(case)
-    if arms.refusal is not None:
-        return arms.refusal
+    if arms.unsupported_reason is not None:
+        return arms.unsupported_reason
     alone, silent = arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
     not_mixed = arms.arm_or_reason(NO_MIXING)
     others = {arm: arms.arm_or_reason(arm, only_described=True) for arm in (NEGATED, AT_WHOLE_RADIUS)}

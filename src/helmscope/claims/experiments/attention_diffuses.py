@@ -23,7 +23,7 @@ from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_groups, context_noise, covariance_fit
+from helmscope.observe.context_noise import context_groups, context_noise, covariance_regression
 from helmscope.stats.scales import LinearScale, RemainderScale
 from helmscope.types import HelmscopeError
 
@@ -226,7 +226,7 @@ def _one_context(case: TrialCase, group: ContextGroup, number: int) -> tuple[flo
     deviation = values - mean.unsqueeze(1)
     sampling = group.sigma_sampling((rows.unsqueeze(-1) * deviation).mT @ deviation)
     halves = [group.sigma_of(outputs[k::2]) for k in (0, 1)]
-    slope, r_squared, _ = covariance_fit((halves[0], sampling), halves[1])
+    slope, r_squared, _ = covariance_regression((halves[0], sampling), halves[1])
     return slope, r_squared
 
 
@@ -238,7 +238,7 @@ def _of_others(case: TrialCase, groups: list[ContextGroup]) -> np.ndarray:
         other = groups[order[k] if order[k] != k else (k + 1) % len(groups)]
         halves = [group.sigma_of(group.outputs[half::2]) for half in (0, 1)]
         sampling = other.sigma_sampling(other.covariances.mean(0))
-        found.append(covariance_fit((halves[0], sampling), halves[1])[1])
+        found.append(covariance_regression((halves[0], sampling), halves[1])[1])
     return np.array(found)
 
 

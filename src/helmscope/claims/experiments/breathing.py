@@ -66,7 +66,7 @@ def breathing(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     neighbors = case.constant("neighbors")
     measured = token_dimension(recording, neighbors=neighbors, progress=False)

@@ -92,12 +92,12 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     path, seed = _path(recording), case.seed_for(0)
     own = EntropyCurve.of(path, seed)
     if own.undefined:
-        return Finding.undecided(f"the entropy of the tokens is not defined: {own.undefined}")
+        return Finding.inconclusive(f"the entropy of the tokens is not defined: {own.undefined}")
     if not (StepSizes.of(recording).medians > AT_REST).any():
         return Finding.impossible("no token moves, so that the entropy is the same at every depth")
     confidence = 1 - 2 * case.constant("level")

@@ -13,8 +13,8 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.rank_correlation import jackknife_values, rank_correlation, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
-from helmscope.observe.fragility import AblationForm, LayerPart, layer_fragility
-from helmscope.stats.change_point import held_out_errors
+from helmscope.observe.layer_ablation_damage import AblationForm, LayerPart, layer_ablation_damage
+from helmscope.stats.change_point import change_point_errors
 from helmscope.stats.scales import BoundedScale, LogScale
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ NO_RANGE = "noise does the same damage in every layer, so that there is no corre
 @experiment("early-fragile", seconds={"model": 130})
 def early_fragile(case: TrialCase) -> Finding:
     """Spearman's correlation, over the layers without the skipped ones, of depth and of the divergence of the
-    next-token law under noise of matched relative norm; the mean over prompts and draws of noise. Its interval is a
-    jackknife over layers.
+    next-token distribution under noise of matched relative norm; the mean over prompts and draws of noise. Its interval
+    is a jackknife over layers.
 
     Described: zero and mean ablation, half-layers, the loss, what later layers repair, the first prompts' values of
     untrained twins, and the held-out error of a change-point in the logarithm of the damage over that of a trend.
@@ -42,7 +42,7 @@ def early_fragile(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     layers = _layers(case, recording)
     if len(layers) < case.constant("least_layers"):
@@ -90,7 +90,7 @@ def _fragility(
     parts: list[LayerPart],
     draws: int | None = None,
 ) -> xr.Dataset:
-    return layer_fragility(
+    return layer_ablation_damage(
         recording,
         forms=forms,
         parts=parts,
@@ -129,7 +129,7 @@ def _change_point(damage: np.ndarray, depth: np.ndarray) -> Evidence:
     """
     if not (damage > 0).all():
         return PremiseImpossible("some layer does no damage when ablated, so that its logarithm is not defined")
-    trend, step = held_out_errors(depth, np.log(damage))
+    trend, step = change_point_errors(depth, np.log(damage))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = jackknife_values(lambda kept: float(np.log(step[kept].sum() / trend[kept].sum())), len(damage))
     if not np.isfinite(ratios).all():
@@ -187,7 +187,9 @@ def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int]) -> dic
 def _curves(whole: xr.Dataset) -> xr.Dataset:
     values = whole.kl.transpose("prompt", "layer", "form").values
     axes = {"layer": whole.layer.values.tolist(), "ablation": whole.form.values.tolist()}
-    return curve("damage", values, axes, label="divergence of the next-token law (nats)", log=True, over="prompt")
+    return curve(
+        "damage", values, axes, label="KL divergence of the next-token distribution (nats)", log=True, over="prompt"
+    )
 
 
 def _remark(case: TrialCase, whole: xr.Dataset, damage: np.ndarray, layers: list[int]) -> str:

@@ -18,7 +18,7 @@ from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.noise import DivergenceForm, Ito, StateNoise, Stratonovich
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.forward_equation import ForwardEquation
-from helmscope.observe.map_entropy import map_entropy, map_refusal
+from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -151,23 +151,23 @@ def _of_model(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = map_refusal(recording) or _too_few_layers(recording)
+    refused = map_unsupported(recording) or _too_few_layers(recording)
     if refused is not None:
         return Finding.impossible(refused)
     if not _writes(recording):
         return Finding.impossible(NO_CHANGE)
-    measured = map_entropy(recording, tokens=case.constant("tokens"))
+    measured = mlp_entropy_change(recording, tokens=case.constant("tokens"))
     if bool((measured.singular > 0).any()):
         return Finding.impossible(f"the map of an MLP half-step is singular ({measured.attrs['singular_maps']})")
-    exact, predicted = (measured[name].values.T for name in ("entropy_change", "divergence"))  # (prompt, layer)
+    exact, predicted = (measured[name].values.T for name in ("entropy_change", "surface_divergence"))  # (prompt, layer)
     drawn = np.random.default_rng(case.seed_for(0))
     permuted = np.stack([drawn.permutation(row) for row in predicted])
     silent: Evidence = PremiseImpossible(NO_CHANGE)
     if _writes(quiet := silenced(recording)):
-        again = map_entropy(quiet, tokens=case.constant("tokens"))
-        silent = Replicates(slopes(again.divergence.values.T, again.entropy_change.values.T), "prompts")
+        again = mlp_entropy_change(quiet, tokens=case.constant("tokens"))
+        silent = Replicates(slopes(again.surface_divergence.values.T, again.entropy_change.values.T), "prompts")
     each = {"exact": exact, "predicted": predicted}
     return Finding(
         shortage=prompts.alike,
@@ -203,7 +203,7 @@ def slopes(predicted: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 def _token_slopes(measured: xr.Dataset) -> np.ndarray:
     """The slope over the sampled tokens of each prompt, the mean over layers."""
-    exact, predicted = (measured[f"token_{name}"].values for name in ("entropy_change", "divergence"))
+    exact, predicted = (measured[f"token_{name}"].values for name in ("entropy_change", "surface_divergence"))
     kept = np.isfinite(exact)
     center = np.where(kept, exact, 0.0).sum(-1, keepdims=True) / kept.sum(-1, keepdims=True)
     moved = np.where(kept, exact - center, 0.0)

@@ -22,7 +22,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import evolve
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.meanfield.free_energy import free_energy, free_energy_as_printed
-from helmscope.observe.free_energy import free_energy_along_depth, free_energy_refusal
+from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -189,15 +189,15 @@ def _of_model(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = free_energy_refusal(recording)
+    refused = free_energy_unsupported(recording)
     if refused is not None:
         return Finding.impossible(refused)
     tokens = case.constant("tokens")
     measured = free_energy_along_depth(recording, tokens=tokens)
     if measured.attrs["undefined"] != "none":
-        return Finding.undecided(f"the entropy of the tokens is not defined: {measured.attrs['undefined']}")
+        return Finding.inconclusive(f"the entropy of the tokens is not defined: {measured.attrs['undefined']}")
     silent = free_energy_along_depth(silenced(recording), tokens=tokens, predict=False)
     twins = _twins(case, prompts.texts)
     return Finding(

@@ -19,7 +19,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.mlp import MLP
 from helmscope.geometry.sphere import retract
 from helmscope.observe.diffusion import token_sampling_covariance
-from helmscope.observe.generator import ambient_generator, limit_at_zero, step_order
+from helmscope.observe.generator import ambient_generator, convergence_order, richardson_limit
 from helmscope.observe.generator_test import generator_test
 from helmscope.observe.probes import ProbeBank
 
@@ -43,7 +43,7 @@ class Remainders(NamedTuple):
     @property
     def distance(self) -> Tensor:
         """The distance of the order from theory, for every probe and state."""
-        return (step_order(self.values) - self.power).abs().flatten()
+        return (convergence_order(self.values) - self.power).abs().flatten()
 
 
 @experiment("generator", seconds={"simulation": 3, "model": 60})
@@ -84,7 +84,7 @@ def generator_in_simulation(case: TrialCase) -> Finding:
         Remainders(even, 2, "with a random sign"),
     ]
     with_second, without, splitting, with_sampled = (IdentityErrors(each.distance, "distance") for each in found[:4])
-    mean_orders = [f"{float(step_order(each.values).mean()) * unit:.3f} ({each.label})"
+    mean_orders = [f"{float(convergence_order(each.values).mean()) * unit:.3f} ({each.label})"
                    for each, unit in zip(found, (1, 1, 1, 1, 0.5, 0.5), strict=True)]  # fmt: skip
     return Finding(
         evidence={
@@ -121,7 +121,7 @@ def generator_on_model(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     options = {
         "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
@@ -219,7 +219,7 @@ def excess_of_sigma_a(attention: SA, phi: Probe, x: Tensor, scales: Sequence[flo
     attention, less Sigma_A:Hess phi, relative to that: root mean squares over the tokens.
     """
     write, sigma = attention(x), sigma_a(attention, x)
-    limit = limit_at_zero(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
+    limit = richardson_limit(torch.stack([(phi(x + s * write) - phi(x)) / s for s in scales], -1))
     spread = ambient_generator(torch.zeros_like(x), sigma, phi, x)
     excess = ambient_generator(write, sigma, phi, x) - limit
     return (excess - spread).square().mean(-1).sqrt() / spread.square().mean(-1).sqrt()

@@ -15,7 +15,7 @@ from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.edit import Edit
 from helmscope.models.watch import Site
-from helmscope.observe.gradient_shape import gradient_shape, loss_gradient
+from helmscope.observe.loss_gradient_cosine import loss_gradient, loss_gradient_cosine
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,12 +39,12 @@ def gradient_shaped(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     deciding = float(case.constant("deciding_scale"))
     scales = [deciding, FULL_WRITE] if case.quick else case.constant("scales")
     recording = case.subject.recording_of(prompts.texts)
     layers = spaced_layers(recording, case.constant("layers_quick")) if case.quick else list(recording.layers)
-    shape = gradient_shape(recording, scales=scales, layers=layers, seed=case.seed_for(0), progress=False)
+    shape = loss_gradient_cosine(recording, scales=scales, layers=layers, seed=case.seed_for(0), progress=False)
     at_start = shape.sel(scale=deciding)
     cosine = _by_prompt(at_start.cosine)
     if not np.isfinite(cosine).all():
@@ -85,14 +85,14 @@ def _twin_prompts(case: TrialCase) -> int:
 def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int], scale: float) -> np.ndarray:
     """Cosines of the untrained twins, over (twin, prompt)."""
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=texts)
-    shapes = (gradient_shape(each, scales=[scale], layers=layers, progress=False) for each in twins)
+    shapes = (loss_gradient_cosine(each, scales=[scale], layers=layers, progress=False) for each in twins)
     return np.stack([_by_prompt(shape.cosine.sel(scale=scale)) for shape in shapes])
 
 
 def _silent(recording: Recording, scale: float) -> Evidence:
     """The cosine where blocks write nothing, which has no direction."""
     layers = [recording.layers[-1]]
-    shape = gradient_shape(recording, scales=[scale], layers=layers, progress=False)
+    shape = loss_gradient_cosine(recording, scales=[scale], layers=layers, progress=False)
     cosine = _by_prompt(shape.cosine.sel(scale=scale))
     return Replicates(cosine, "prompts") if np.isfinite(cosine).all() else PremiseImpossible(NO_WRITES)
 
@@ -102,7 +102,7 @@ def _down_the_gradient(recording: Recording, scale: float) -> np.ndarray:
     last = recording.layers[-1]
     down = -loss_gradient(recording, layer=last, site=Site.MLP, scale=scale)
     edit = Edit(Site.MLP, [last], lambda write, context: down[context.rows].to(write))
-    planted = gradient_shape(recording.under(edit), scales=[scale], layers=[last], progress=False)
+    planted = loss_gradient_cosine(recording.under(edit), scales=[scale], layers=[last], progress=False)
     return np.asarray(planted.cosine.sel(half_step=Site.MLP.value).isel(layer=0, scale=0).values)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import AbsoluteDifference, PremiseImpossible, Replicates, Undecided
+from helmscope.claims.evidence import AbsoluteDifference, Inconclusive, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.rank_correlation import rank_correlation
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
-from helmscope.observe.head_fragility import KernelRank, head_fragility, head_interaction
+from helmscope.observe.head_ablation_damage import KernelRank, head_ablation_damage, head_interaction
 from helmscope.stats.scales import LogScale
 from helmscope.types import pluralized
 
@@ -36,7 +36,7 @@ def heads_compete(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     hidden = [layer for layer in recording.layers if recording.anatomy.layers[layer].heads is None]
     if hidden or not recording.anatomy.tapped:
@@ -90,13 +90,13 @@ def _too_few_pairs(case: TrialCase, measured: xr.Dataset) -> Evidence | None:
         return PremiseImpossible(NO_DAMAGE)
     least, found = case.constant("least_pairs"), measured.sizes["pair"]
     if found < least:
-        return Undecided(f"the claim needs {least} matched pairs of heads, but there are {found}")
+        return Inconclusive(f"the claim needs {least} matched pairs of heads, but there are {found}")
     return None
 
 
 def _silent(case: TrialCase, recording: Recording) -> Evidence:
     """The interaction where blocks write nothing, if ablating a head of the first layer does anything."""
-    first = head_fragility(recording, layers=recording.layers[0], progress=False)
+    first = head_ablation_damage(recording, layers=recording.layers[0], progress=False)
     if not bool((first.kl.mean("prompt") >= case.constant("smallest_damage")).any()):
         return PremiseImpossible(NO_DAMAGE)
     measured = _interaction(case, recording)
@@ -150,7 +150,9 @@ def _curves(measured: xr.Dataset) -> xr.Dataset:
     """The damage of zeroing each head, by layer."""
     values = measured.kl.transpose("prompt", "layer", "head").values
     axes = {"layer": measured.layer.values.tolist(), "head": measured["head"].values.tolist()}
-    return curve("damage", values, axes, label="divergence of the next-token law (nats)", log=True, over="prompt")
+    return curve(
+        "damage", values, axes, label="KL divergence of the next-token distribution (nats)", log=True, over="prompt"
+    )
 
 
 def _remark(case: TrialCase, measured: xr.Dataset) -> str:

@@ -30,7 +30,7 @@ from helmscope.meanfield.evolve import evolve
 from helmscope.meanfield.gaussian import Gaussian
 from helmscope.meanfield.jko import jko_step as minimizing_step
 from helmscope.meanfield.jko_gaussian import gaussian_jko_step
-from helmscope.observe.jko_layer import LayerSteps, jko_refusal
+from helmscope.observe.jko_layer import LayerSteps, jko_unsupported
 from helmscope.observe.pairs import without_first_token
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _on_model(case: TrialCase) -> Finding:
     trial = AttentionTrial.of(case)
     if trial.without_ruling is not None:
         return trial.without_ruling
-    refused = jko_refusal(trial.recording)
+    refused = jko_unsupported(trial.recording)
     if refused is not None:
         return Finding.impossible(refused)
     steps = LayerSteps.of(trial.recording, seed=case.seed)

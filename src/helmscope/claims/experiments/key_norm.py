@@ -13,7 +13,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.one_side import Blur, Normalize, matched_sides
-from helmscope.intervene.query_key import Gauge
+from helmscope.intervene.query_key import GaugeTransform
 from helmscope.models.watch import Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.stats.scales import LogScale
@@ -31,15 +31,15 @@ CHANGES = ("normalized", "blurred")
 
 @experiment("key-norm", seconds={"model": 45})
 def key_norm(case: TrialCase) -> Finding:
-    """KL of the next-token law with all keys changed over that with all queries changed, at strengths at which both
-    move the logits equally; one ratio per prompt. The full changes of both sides are described as printed.
+    """KL of the next-token distribution with all keys changed over that with all queries changed, at strengths at which
+    both move the logits equally; one ratio per prompt. The full changes of both sides are described as printed.
     """
     unmet = case.subject.unmet_premise("lens", causal=True, head=True)
     if unmet is not None:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
     try:
         _matched(case, few, CHANGES)
@@ -108,7 +108,7 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
 def _gauge(case: TrialCase, texts: tuple[object, ...]) -> Evidence:
     """The ratios of normalized sides after the gauge over those before it, on some of the prompts."""
     recording = case.subject.recording_of(texts)
-    gauged = recording.under(Gauge(factor=case.constant("gauge")))
+    gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
     after, before = (_ratios(each, _matched(case, each, ("normalized",)))["normalized"] for each in (gauged, recording))
     return Replicates(after / before, "prompts")
 

@@ -44,7 +44,7 @@ def low_coherence(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts, _ = choose_prompts(case.count(32, quick=8), case.subject, gap=1)
     recording = case.subject.recording_of(prompts)
-    refused = recording.refusal(MlpJacobian())
+    refused = recording.unsupported_reason(MlpJacobian())
     if refused is not None:
         return Finding.impossible(refused)
     weights = _weights(recording, case)

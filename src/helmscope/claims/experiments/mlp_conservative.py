@@ -23,7 +23,7 @@ from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share
-from helmscope.observe.mlp_projection import mlp_projection, projection_refusal
+from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def mlp_conservative(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = recording.refusal(MlpJacobian())
+    refused = recording.unsupported_reason(MlpJacobian())
     if refused is not None:
         return Finding.impossible(refused)
     own = MlpShares.of(recording)
@@ -118,7 +118,7 @@ def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
     """The upper bounds on the swirl of the L2(rho) projection, of a mixture of experts as routed; None for forces that
     have none, and where the tokens are too few to determine them.
     """
-    if projection_refusal(recording) is not None:
+    if projection_unsupported(recording) is not None:
         return None
     projected = mlp_projection(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
     return None if "undetermined" in projected.attrs else projected

@@ -51,8 +51,8 @@ def mlp_prevents(case: TrialCase) -> Finding:
     each MLP left out of the whole model, or as the only one with all attention.
     """
     arms = Factorial.of(case)
-    if arms.refusal is not None:
-        return arms.refusal
+    if arms.unsupported_reason is not None:
+        return arms.unsupported_reason
     whole, alone, silent = arms.arm(WHOLE), arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
     mlp = arms.arm_or_reason(MLP)
     twins = {arm: arms.twin_shares(arm) for arm in (WHOLE, ATTENTION)}

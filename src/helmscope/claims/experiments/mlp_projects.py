@@ -14,7 +14,7 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.observe.cloud_projection import cloud_projection, cloud_refusal
+from helmscope.observe.cloud_projection import cloud_projection, cloud_unsupported
 from helmscope.stats.scales import LogScale
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def mlp_projects(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = cloud_refusal(recording)
+    refused = cloud_unsupported(recording)
     if refused is not None:
         return Finding.impossible(refused)
     if not _writes(recording):

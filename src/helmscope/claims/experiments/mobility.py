@@ -17,8 +17,8 @@ from helmscope.claims.small_steps import small_steps_premise
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import project, retract
-from helmscope.observe.mobility_test import mobility_refusal
 from helmscope.observe.mobility_test import mobility_test as block_mobility
+from helmscope.observe.mobility_test import mobility_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ def _on_model(case: TrialCase) -> Finding:
     trial = AttentionTrial.of(case)
     if trial.without_ruling is not None:
         return trial.without_ruling
-    refused = mobility_refusal(trial.recording)
+    refused = mobility_unsupported(trial.recording)
     if refused is not None:
         return Finding.impossible(refused)
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))

@@ -51,7 +51,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
     described = few.replay(balance, balanced)
     ratio = measured[drift.name].total_drift_ratio
     columns = measured[statistics.name].column_sum_deviation_rms.mean("head")
-    divergence = described[balance.name].divergence.mean("head")
+    divergence = described[balance.name].balance_kl.mean("head")
 
     def silent(recording: Recording) -> Evidence:
         return every_layer(recording.replay(drift)[drift.name].total_drift_ratio)

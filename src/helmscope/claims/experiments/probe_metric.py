@@ -14,9 +14,9 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.query_key import Gauge, MatchedQueryNoise
+from helmscope.intervene.query_key import GaugeTransform, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
-from helmscope.observe.noise_ratio import at_equal_damage, damage_slope, key_query_ratio
+from helmscope.observe.noise_ratio import query_key_noise_at_equal_kl, query_key_noise_ratio, query_key_noise_slope
 from helmscope.observe.query_key_noise import NoiseForm, query_key_noise, query_key_noise_by_layer
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
@@ -33,28 +33,28 @@ OF_WEIGHTS = OTHER_FORMS[1:]
 
 @experiment("probe-metric", seconds={"model": 600})
 def probe_metric(case: TrialCase) -> Finding:
-    """KL of the next-token law under noise on the keys over that under noise on the queries, in all layers at once: the
-    ratio of the means over draws, one per prompt. The matched form decides; the others are described.
+    """KL of the next-token distribution under noise on the keys over that under noise on the queries, in all layers at
+    once: the ratio of the means over draws, one per prompt. The matched form decides; the others are described.
     """
     unmet = case.subject.unmet_premise("lens", causal=True, head=True)
     if unmet is not None:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
-    refused = _refusal(case.subject.recording_of(prompts.texts[:SILENT_PROMPTS]))
+        return Finding.inconclusive(prompts.too_few)
+    refused = _unsupported(case.subject.recording_of(prompts.texts[:SILENT_PROMPTS]))
     if refused is not None:
         return Finding.impossible(refused)
     recording = case.subject.recording_of(prompts.texts)
     matched, printed = _matched(case, recording), _as_printed(case, recording)
     deciding = matched.sel(sigma=case.constant("deciding_sigma"))
-    ratio = key_query_ratio(deciding).values
+    ratio = query_key_noise_ratio(deciding).values
     if not np.isfinite(ratio).all():
         return Finding.impossible(NO_DAMAGE)
     others, left_out = _other_forms(case, recording)
     contrast = _twins(case, prompts.texts, ratio)
-    by_draw = key_query_ratio(deciding, over="prompt").values
-    printed_ratio = key_query_ratio(printed)
+    by_draw = query_key_noise_ratio(deciding, over="prompt").values
+    printed_ratio = query_key_noise_ratio(printed)
     return Finding(
         evidence={"matched ratio": Replicates(ratio, "prompts", LogScale())},
         controls={
@@ -84,7 +84,7 @@ def probe_metric(case: TrialCase) -> Finding:
     )
 
 
-def _refusal(recording: Recording) -> str | None:
+def _unsupported(recording: Recording) -> str | None:
     """Why noise on queries and keys cannot be matched in this model."""
     try:
         MatchedQueryNoise.of(recording, relative=1.0)
@@ -124,11 +124,11 @@ def _gauge(case: TrialCase, recording: Recording, matched: xr.Dataset, printed: 
     """The ratios after the gauge over those before it, at the smallest size, on the same draws."""
     count = case.count(case.constant("gauge_seeds"), quick=case.constant("gauge_seeds_quick"))
     smallest = min(case.constant("sigmas"))
-    gauged = recording.under(Gauge(factor=case.constant("gauge")))
+    gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
     after = _noise(case, gauged, [NoiseForm.MATCHED, NoiseForm.ACTIVATIONS], (smallest,), count)
     before = (noise.sel(sigma=smallest).isel(draw=slice(count)) for noise in (matched, printed))
     ratios = [
-        (key_query_ratio(after.sel(form=form, sigma=smallest)) / key_query_ratio(noise)).values
+        (query_key_noise_ratio(after.sel(form=form, sigma=smallest)) / query_key_noise_ratio(noise)).values
         for form, noise in zip(after.form.values, before, strict=True)
     ]
     return {
@@ -138,7 +138,7 @@ def _gauge(case: TrialCase, recording: Recording, matched: xr.Dataset, printed: 
 
 
 def _slopes(case: TrialCase, matched: xr.Dataset) -> Evidence:
-    slope = damage_slope(matched.sel(sigma=list(case.constant("slope_sigmas"))))
+    slope = query_key_noise_slope(matched.sel(sigma=list(case.constant("slope_sigmas"))))
     sites = ("query", "key")
     return ReplicatesInEveryCase(
         [slope.sel(site=site).values for site in sites], "prompts", [f"{site} noise" for site in sites]
@@ -149,7 +149,7 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
     """The ratio where blocks write nothing."""
     silent = silenced(recording)
     sigma = (case.constant("deciding_sigma"),)
-    ratio = key_query_ratio(_noise(case, silent, [NoiseForm.MATCHED], sigma, 1)).values.ravel()
+    ratio = query_key_noise_ratio(_noise(case, silent, [NoiseForm.MATCHED], sigma, 1)).values.ravel()
     return Replicates(ratio, "prompts", LogScale()) if np.isfinite(ratio).all() else PremiseImpossible(NO_DAMAGE)
 
 
@@ -160,7 +160,7 @@ def _twins(case: TrialCase, texts: tuple[object, ...], ratio: np.ndarray) -> Twi
     twins = case.count(case.constant("twins"), quick=case.constant("twins_quick"))
     sigma = (case.constant("deciding_sigma"),)
     found = [
-        key_query_ratio(_noise(case, twin, [NoiseForm.MATCHED], sigma, count)).values.ravel()
+        query_key_noise_ratio(_noise(case, twin, [NoiseForm.MATCHED], sigma, count)).values.ravel()
         for twin in case.subject.twin_recordings(twins, seed=case.seed, texts=some)
     ]
     return TwinContrast(np.log(ratio), np.log(np.stack(found)))
@@ -179,7 +179,7 @@ def _other_forms(case: TrialCase, recording: Recording) -> tuple[xr.Dataset | No
 
 
 def _at_every_size(name: str, noise: xr.Dataset) -> dict[str, Evidence]:
-    ratio = key_query_ratio(noise)
+    ratio = query_key_noise_ratio(noise)
     return {
         f"ratio, {name}, sigma = {sigma:g}": Replicates(ratio.sel(sigma=sigma).values, "prompts", LogScale())
         for sigma in noise.sigma.values.tolist()
@@ -203,7 +203,7 @@ def _described_forms(others: xr.Dataset | None, matched: xr.Dataset) -> dict[str
 
 def _kinds(matched: xr.Dataset) -> dict[str, Evidence]:
     """What noise on keys does minus what noise on queries does, at equal KL."""
-    equal = at_equal_damage(matched)
+    equal = query_key_noise_at_equal_kl(matched)
     kinds = [str(name) for name in equal.data_vars if name != "equal_kl"]
     differences = {kind: equal[kind].sel(site="key") - equal[kind].sel(site="query") for kind in kinds}
     return {
@@ -217,7 +217,9 @@ def _curves(printed: xr.Dataset) -> xr.Dataset:
     """KL against sigma, as printed."""
     values = printed.kl.mean("draw").transpose("prompt", "sigma", "site").values
     axes = {"sigma": printed.sigma.values.tolist(), "noise on": printed.site.values.tolist()}
-    return curve("kl", values, axes, label="KL of the next-token law, as printed (nats)", log=True, over="prompt")
+    return curve(
+        "kl", values, axes, label="KL of the next-token distribution, as printed (nats)", log=True, over="prompt"
+    )
 
 
 def _remark(case: TrialCase, printed: xr.Dataset, contrast: TwinContrast, recording: Recording, left_out: str) -> str:
@@ -229,7 +231,7 @@ def _remark(case: TrialCase, printed: xr.Dataset, contrast: TwinContrast, record
     if not case.quick:
         sigma, count = case.constant("deciding_sigma"), case.constant("layer_seeds")
         one = query_key_noise_by_layer(recording, sigma=sigma, seeds=count, seed=case.seed_for(0), progress=False)
-        by_layer = np.exp(np.log(key_query_ratio(one).values).mean(-1))
+        by_layer = np.exp(np.log(query_key_noise_ratio(one).values).mean(-1))
         layers = f" In single layers the matched ratio runs from {by_layer.min():.2f} to {by_layer.max():.2f}."
     return (
         f"As printed, noise on queries and on keys has the mean KL {', '.join(cells)}. Untrained twins have the "

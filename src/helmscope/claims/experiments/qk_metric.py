@@ -13,7 +13,7 @@ from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.models.keep import KeptTensors
-from helmscope.observe.query_key_metric import head_forms, loop_defect, query_key_metric, symmetric_share
+from helmscope.observe.query_key_metric import head_matrices, holonomy_defect, query_key_metric, symmetric_share
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
-    from helmscope.observe.query_key_metric import HeadForms
+    from helmscope.observe.query_key_metric import HeadMatrices
 
 NO_HEADS = "no head writes anything, so that nothing is transported"
 LEAST_HEADS = 2
@@ -41,9 +41,9 @@ def qk_metric(case: TrialCase) -> Finding:
         length=case.constant("tokens"),
     )
     if not texts:
-        return Finding.undecided(f"the claim needs a text of {case.constant('tokens')} tokens")
+        return Finding.inconclusive(f"the claim needs a text of {case.constant('tokens')} tokens")
     try:
-        forms = head_forms(case.subject.recording_of(texts[:1]))
+        forms = head_matrices(case.subject.recording_of(texts[:1]))
     except HelmscopeError as error:
         return Finding.impossible(str(error))
     recording = case.subject.recording_of(texts)
@@ -94,7 +94,7 @@ def _shares(factors: list[tuple[torch.Tensor, torch.Tensor]], layers: list[int])
     return np.concatenate([symmetric_share(*factors[layer]).cpu().numpy() for layer in layers])
 
 
-def _random_shares(case: TrialCase, forms: list[HeadForms], layers: list[int]) -> np.ndarray:
+def _random_shares(case: TrialCase, forms: list[HeadMatrices], layers: list[int]) -> np.ndarray:
     """Shares of factors of the same shapes with independent normal entries, on the space that heads read."""
     factors = []
     for number, form in enumerate(forms):
@@ -124,8 +124,8 @@ def _loops(case: TrialCase, recording: Recording, texts: tuple[object, ...], lay
     described: dict[str, Evidence] = {}
     twins = case.subject.twin_recordings(case.constant("loop_twins"), seed=case.seed, texts=texts)
     for name, each in {"loop defect": recording, "loop defect, untrained twin": next(iter(twins))}.items():
-        found = loop_defect(each, triangles=triangles, layers=layers, seed=case.seed_for(0), progress=False)
-        values = found.loop_defect.mean("layer").values
+        found = holonomy_defect(each, triangles=triangles, layers=layers, seed=case.seed_for(0), progress=False)
+        values = found.holonomy_defect.mean("layer").values
         if np.isfinite(values).sum() > 1:
             described[name] = Replicates(values[np.isfinite(values)], "prompts")
     return described

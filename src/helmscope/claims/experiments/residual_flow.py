@@ -121,7 +121,7 @@ def _on_model(case: TrialCase) -> Finding:
     """
     prompts = ChosenPrompts.of(case, length=case.constant("length"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     if any(layer.wiring.kind.value != "sequential" for layer in recording.anatomy.layers):
         return Finding.impossible(

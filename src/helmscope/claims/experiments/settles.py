@@ -158,7 +158,7 @@ def _looped(case: TrialCase) -> Finding:
     subject = case.subject.looped(loops)
     prompts = ChosenPrompts.of(case, length=length)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = subject.recording_of(prompts.texts)
     arm = Arm(AttentionMode.OFF, mlp=False)
     silent = recording.under(*arm.edits(recording))

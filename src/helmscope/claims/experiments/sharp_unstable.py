@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import PairedDifferences, Replicates, Undecided
+from helmscope.claims.evidence import Inconclusive, PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
@@ -15,7 +15,7 @@ from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.token_bands import ScaleLogits
 from helmscope.observe.damage import damage_under_edits
-from helmscope.observe.token_frequency import token_frequency
+from helmscope.observe.fourier_band_damage import fourier_band_damage
 from helmscope.stats.scales import LogScale
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def sharp_unstable(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     layers = spaced_layers(recording, case.count(case.constant("layers"), quick=case.constant("layers_quick")))
     damage = _damage(recording, case, layers, "low", "high", "high again")
@@ -72,7 +72,7 @@ def _damage(
 ) -> xr.Dataset:
     """The damage of perturbations of the low band, the high band, and of independent draws of it."""
     bands = {name: case.constant("low_band" if name == "low" else "high_band") for name in names}
-    return token_frequency(
+    return fourier_band_damage(
         recording,
         bands=bands,
         relative=case.constant("relative_norm"),
@@ -110,7 +110,7 @@ def _temperature(recording: Recording, factor: float) -> Evidence:
     damage = damage_under_edits(recording, edits, progress=False).kl
     sharper, diffuse = (damage.sel(edit=name).values for name in edits)
     if not ((sharper > 0) & (diffuse > 0)).all():
-        return Undecided("there are prompts on which the scale of the logits of attention changes no prediction")
+        return Inconclusive("there are prompts on which the scale of the logits of attention changes no prediction")
     return _evidence(sharper / diffuse)
 
 
@@ -118,7 +118,7 @@ def _curves(damage: xr.Dataset) -> xr.Dataset:
     """The damage by layer and band."""
     bands = ["low", "high"]
     values = damage.kl.sel(band=bands).transpose("prompt", "layer", "band").values
-    label = "divergence of the next-token law (nats)"
+    label = "KL divergence of the next-token distribution (nats)"
     return curve("kl", values, {"layer": damage.layer.values.tolist(), "band": bands}, label=label, over="prompt")
 
 

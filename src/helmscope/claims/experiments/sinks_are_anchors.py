@@ -43,12 +43,12 @@ def sinks_are_anchors(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     ids = np.array(prompts.texts)  # rows of as many tokens each
     shared = int((ids != ids[0]).any(0).argmax())  # tokens with which all prompts begin
     rows = ids[:, shared:].tolist()
     recording = case.subject.recording_of(rows)
-    hidden = recording.refusal(TokenValues())
+    hidden = recording.unsupported_reason(TokenValues())
     if hidden is not None or not recording.anatomy.tapped:
         return Finding.impossible(hidden or f"the attention of {case.subject.name} cannot be edited")
     sinks = Sinks.of(case, recording)
@@ -243,7 +243,10 @@ def _damage(case: TrialCase, recording: Recording, sinks: Sinks) -> dict[str, Ev
     damage = sink_damage(recording, heads=names, seed=case.seed_for(0), progress=False)
     return {
         f"damage, {quantity}, sinks {edit}": Replicates(damage[name].sel(edit=edit).values, "prompts")
-        for name, quantity in (("kl", "divergence of the next-token law"), ("increase", "increase of the loss"))
+        for name, quantity in (
+            ("kl", "KL divergence of the next-token distribution"),
+            ("increase", "increase of the loss"),
+        )
         for edit in damage.edit.values.tolist()
     }
 

@@ -38,7 +38,7 @@ def small_steps(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     sizes = StepSizes.of(recording)
     silent = StepSizes.of(silenced(recording))

@@ -62,8 +62,8 @@ def tokens_cluster(case: TrialCase) -> Finding:
     twins (in a full run in all arms), tied blocks looped further, and the flow of ``TheoryFlow``.
     """
     arms = Factorial.of(case)
-    if arms.refusal is not None:
-        return arms.refusal
+    if arms.unsupported_reason is not None:
+        return arms.unsupported_reason
     whole, silent = arms.arm(WHOLE), arms.arm(SILENT, only_described=True)
     twins = arms.twin_shares(WHOLE)
     described = _described(whole)

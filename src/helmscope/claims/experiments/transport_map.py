@@ -47,7 +47,7 @@ def transport_map(case: TrialCase) -> Finding:
         return Finding.impossible(unmet)
     prompts = ChosenPrompts.of(case, gap=1)
     if prompts.too_few:
-        return Finding.undecided(prompts.too_few)
+        return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value

@@ -95,7 +95,7 @@ def _on_model(case: TrialCase) -> Finding:
         return trial.without_ruling
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
     instrument = LayerWhitening(tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
-    refused = trial.recording.refusal(instrument)
+    refused = trial.recording.unsupported_reason(instrument)
     if refused is not None:
         return Finding.impossible(refused)
     found = trial.recording.replay(instrument)[instrument.name]

@@ -20,7 +20,7 @@ from helmscope.geometry.surface import divergence
 from helmscope.intervene.edit import Edit
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
-from helmscope.observe.attention_divergence import attention_divergence
+from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.solve.integrate import integrate
 from helmscope.types import HelmscopeError
@@ -41,7 +41,7 @@ def x_of(*shape, seed=0):
 def test_closed_form_for_identity_matrices():
     """div = beta tr(P_x Cov_P) - (d - 1) <x, m>."""
     beta, x = 3.0, x_of(1, 5, 4)
-    measured = attention_divergence(integrate(SA(beta=beta), x, [0.0]), tokens=True)
+    measured = attention_surface_divergence(integrate(SA(beta=beta), x, [0.0]), per_token=True)
     cloud = x[0].numpy()
     for i, point in enumerate(cloud):
         weights = np.exp(beta * cloud @ point)
@@ -49,8 +49,10 @@ def test_closed_form_for_identity_matrices():
         mean = sum(p * v for p, v in zip(weights, cloud, strict=True))
         cov = sum(p * np.outer(v - mean, v - mean) for p, v in zip(weights, cloud, strict=True))
         expected = beta * (np.trace(cov) - point @ cov @ point) - 3 * point @ mean
-        assert measured.token_divergence.values[0, 0, i] == pytest.approx(expected, abs=1e-12)
-    assert measured.divergence.item() == pytest.approx(measured.token_divergence.mean().item(), abs=1e-13)
+        assert measured.token_surface_divergence.values[0, 0, i] == pytest.approx(expected, abs=1e-12)
+    assert measured.surface_divergence.item() == pytest.approx(
+        measured.token_surface_divergence.mean().item(), abs=1e-13
+    )
     assert measured.attrs["extra_forwards"] == 0
 
 
@@ -58,16 +60,16 @@ def test_simulated_heads_are_cross_attention_to_a_frozen_cloud():
     matrices = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(2), dtype=F64)
     x = x_of(2, 5, 3)
     heads = [SA(beta=2.0, query_key=matrices[k], value=matrices[k + 2]) for k in (0, 1)]
-    measured = attention_divergence(integrate(MultiHead(heads, scale=0.7), x, [0.0, 0.1]), tokens=True)
-    assert measured.token_divergence.dims == ("time", "system", "head", "token")
+    measured = attention_surface_divergence(integrate(MultiHead(heads, scale=0.7), x, [0.0, 0.1]), per_token=True)
+    assert measured.token_surface_divergence.dims == ("time", "system", "head", "token")
     for b in range(2):
         total = 0.0
         for h, head in enumerate(heads):
             frozen = CrossAttention(beta=2.0, context=x[b], query_key=head.query_key, value=head.value)
             expected = 0.7 * divergence(lambda y, field=frozen: field.ambient(y[None])[0], x[b])
-            np.testing.assert_allclose(measured.token_divergence.values[0, b, h], expected.numpy(), atol=1e-11)
+            np.testing.assert_allclose(measured.token_surface_divergence.values[0, b, h], expected.numpy(), atol=1e-11)
             total = total + expected.mean()
-        assert measured.total_divergence.values[0, b] == pytest.approx(float(total), abs=1e-11)
+        assert measured.total_surface_divergence.values[0, b] == pytest.approx(float(total), abs=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_simulated_heads_are_cross_attention_to_a_frozen_cloud():
 )
 def test_other_simulations_against_finite_differences(field):
     y, h = 2 * x_of(1, 4, 4) if isinstance(field, Block) else x_of(1, 4, 4), 1e-6
-    measured = attention_divergence(integrate(field, y, [0.0]), tokens=True)
+    measured = attention_surface_divergence(integrate(field, y, [0.0]), per_token=True)
     read = (lambda z: field.placement.read(hs.types.Half.ATTENTION, z)) if isinstance(field, Block) else (lambda z: z)
     centered = isinstance(field, Block)
     for i in range(4):
@@ -109,7 +111,7 @@ def test_other_simulations_against_finite_differences(field):
         x = (state - mean) / radius
         t = torch.eye(4, dtype=F64) - torch.outer(x, x) - (torch.full((4, 4), 0.25, dtype=F64) if centered else 0)
         expected = torch.trace(t @ jacobian) - (2 if centered else 3) * x @ drift(state) / radius
-        assert measured.token_divergence.values[0, 0, i] == pytest.approx(float(expected), abs=1e-7)
+        assert measured.token_surface_divergence.values[0, 0, i] == pytest.approx(float(expected), abs=1e-7)
 
 
 class Heads(Observer):
@@ -161,7 +163,7 @@ class Outputs(hs.Instrument):
 def test_models_against_finite_differences(family):
     """LayerNorm, rotary phases with grouped keys, norms of the queries, and post-norm."""
     recording = record(tiny_model(family, dtype=F64), inputs_of(family, batch=2, n=4))
-    measured = attention_divergence(recording, probes=EXACT, tokens=True)
+    measured = attention_surface_divergence(recording, probes=EXACT, per_token=True)
     known, matrices, h = Heads(), Outputs(), 1e-4
     recording.runner.forward(known)
     recording.replay(matrices)
@@ -184,22 +186,24 @@ def test_models_against_finite_differences(family):
                     trace = torch.trace(t @ w @ moved[b, i, head])
                     written = w @ known.outputs[layer][b, i, head]
                     expected = float(trace - dim * x @ written / y.norm())
-                    actual = measured.token_divergence.values[layer, b, head, i]
+                    actual = measured.token_surface_divergence.values[layer, b, head, i]
                     assert actual == pytest.approx(expected, rel=1e-4, abs=1e-4)
                     traces = traces + trace
-    total = measured.token_divergence.sum("head").mean("token").values
+    total = measured.token_surface_divergence.sum("head").mean("token").values
     bias_free = family in ("llama", "qwen3")
-    assert np.allclose(measured.total_divergence.values, total, atol=1e-10) == bias_free
+    assert np.allclose(measured.total_surface_divergence.values, total, atol=1e-10) == bias_free
 
 
 def test_estimates_are_unbiased_and_do_not_depend_on_chunks():
     model = tiny_model("gpt2", dtype=F64)
-    exact = attention_divergence(record(model, PADDED), probes=EXACT)
-    whole = attention_divergence(record(model, PADDED), probes=2, seed=1)
-    small = attention_divergence(record(model, PADDED, batch_size=1), probes=2, seed=1)
-    np.testing.assert_allclose(whole.divergence.values, small.divergence.values, atol=1e-12)
-    draws = np.stack([attention_divergence(record(model, PADDED), probes=2, seed=k).divergence for k in range(40)])
-    error = (draws.mean(0) - exact.divergence.values) / (draws.std(0) / np.sqrt(40) + 1e-12)
+    exact = attention_surface_divergence(record(model, PADDED), probes=EXACT)
+    whole = attention_surface_divergence(record(model, PADDED), probes=2, seed=1)
+    small = attention_surface_divergence(record(model, PADDED, batch_size=1), probes=2, seed=1)
+    np.testing.assert_allclose(whole.surface_divergence.values, small.surface_divergence.values, atol=1e-12)
+    draws = np.stack(
+        [attention_surface_divergence(record(model, PADDED), probes=2, seed=k).surface_divergence for k in range(40)]
+    )
+    error = (draws.mean(0) - exact.surface_divergence.values) / (draws.std(0) / np.sqrt(40) + 1e-12)
     assert np.abs(error).max() < 4.5
     assert draws.std(0).max() > 0
     assert exact.attrs["extra_forwards"] == 1
@@ -207,16 +211,18 @@ def test_estimates_are_unbiased_and_do_not_depend_on_chunks():
 
 def test_padding_changes_nothing():
     model = tiny_model("bert", dtype=F64)
-    together = attention_divergence(record(model, PADDED), probes=EXACT, tokens=True)
-    alone = attention_divergence(record(model, PADDED["input_ids"][:1, :3]), probes=EXACT)
-    np.testing.assert_allclose(together.divergence.values[:, 0], alone.divergence.values[:, 0], rtol=1e-5, atol=1e-7)
-    assert np.isnan(together.token_divergence.values[:, 0, :, 3:]).all()
+    together = attention_surface_divergence(record(model, PADDED), probes=EXACT, per_token=True)
+    alone = attention_surface_divergence(record(model, PADDED["input_ids"][:1, :3]), probes=EXACT)
+    np.testing.assert_allclose(
+        together.surface_divergence.values[:, 0], alone.surface_divergence.values[:, 0], rtol=1e-5, atol=1e-7
+    )
+    assert np.isnan(together.token_surface_divergence.values[:, 0, :, 3:]).all()
 
 
 def test_refusals():
     with pytest.raises(HelmscopeError, match="heads of Hardmax"):
-        attention_divergence(integrate(Hardmax(), x_of(1, 3, 3), [0.0]))
+        attention_surface_divergence(integrate(Hardmax(), x_of(1, 3, 3), [0.0]))
     with pytest.raises(HelmscopeError, match="follows the output projection"):
-        attention_divergence(record(tiny_model("gemma2", dtype=F64), inputs_of("gemma2", batch=1, n=4)))
+        attention_surface_divergence(record(tiny_model("gemma2", dtype=F64), inputs_of("gemma2", batch=1, n=4)))
     with pytest.raises(HelmscopeError, match="probes"):
-        attention_divergence(integrate(SA(beta=1.0), x_of(1, 3, 3), [0.0]), probes=0)
+        attention_surface_divergence(integrate(SA(beta=1.0), x_of(1, 3, 3), [0.0]), probes=0)

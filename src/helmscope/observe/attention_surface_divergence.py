@@ -51,29 +51,29 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
-    "divergence": "surface divergence of the drift of a head, the cloud frozen (per layer)",
-    "total_divergence": "surface divergence of the drift of attention, the cloud frozen (per layer)",
-    "token_divergence": "surface divergence of the drift of a head at a token, the cloud frozen (per layer)",
+    "surface_divergence": "surface divergence of the drift of a head, the cloud frozen (per layer)",
+    "total_surface_divergence": "surface divergence of the drift of attention, the cloud frozen (per layer)",
+    "token_surface_divergence": "surface divergence of the drift of a head at a token, the cloud frozen (per layer)",
 }
 PROBES = 4
 
 
 @shows_progress("measuring divergences")
-def attention_divergence(
+def attention_surface_divergence(
     system: System,
     *,
     probes: int = PROBES,
     seed: int = 0,
-    tokens: bool = False,
+    per_token: bool = False,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Surface divergence of the drift of every head, with replicates: means over the tokens of a prompt.
 
-    ``divergence`` is per head; ``total_divergence`` is that of the whole write, biases included. With ``tokens`` also
-    ``token_divergence`` of every token (NaN for those that do not count). ``probes`` random signs per head estimate the
-    trace, unbiased; with at least d_head of them it is exact, and always is for a simulation. Random signs depend on
-    ``seed``, the layer and the prompt only. The attribute ``extra_forwards`` counts forwards of the model; each chunk
-    of texts also takes ``probes`` backward passes through the queries for every head.
+    ``surface_divergence`` is per head; ``total_surface_divergence`` is that of the whole write, biases included. With
+    ``per_token`` also ``token_surface_divergence`` of every token (NaN for those that do not count). ``probes`` random
+    signs per head estimate the trace, unbiased; with at least d_head of them it is exact, and always is for a
+    simulation. Random signs depend on ``seed``, the layer and the prompt only. The attribute ``extra_forwards`` counts
+    forwards of the model; each chunk of texts also takes ``probes`` backward passes through the queries for every head.
 
     Raises HelmscopeError for a system without attention, for heads that write through a norm or are hidden, for
     ``Hardmax`` and ``SinkhornAttention``, whose kernels have no frozen form, and for a family outside the attention
@@ -82,14 +82,14 @@ def attention_divergence(
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64).expand(1, 2, 2), times=[0.0])
-    >>> attention_divergence(run).divergence.item()  # -(d - 1) <x, m>
+    >>> attention_surface_divergence(run).surface_divergence.item()  # -(d - 1) <x, m>
     -0.5
     """
     check_system(system)
     instrument = _Divergences(
-        check_integer("probes", probes, at_least=1), check_integer("seed", seed, at_least=0), tokens
+        check_integer("probes", probes, at_least=1), check_integer("seed", seed, at_least=0), per_token
     )
-    reason = system.refusal(instrument)
+    reason = system.unsupported_reason(instrument)
     if reason is not None:
         raise HelmscopeError(reason)
     if isinstance(system, Recording):
@@ -99,27 +99,27 @@ def attention_divergence(
     return instrument.result().assign_attrs(extra_forwards=0, probes="exact")
 
 
-def divergence_refusal(system: System) -> str | None:
-    """Why ``attention_divergence`` cannot be taken of a system, in one sentence; None if it can.
+def divergence_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``attention_surface_divergence``; None if it does.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> divergence_refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
+    >>> divergence_unsupported(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
     """
-    return system.refusal(_Divergences(PROBES, 0, False))
+    return system.unsupported_reason(_Divergences(PROBES, 0, False))
 
 
 class _Divergences(Instrument):
     """Keeps the divergences of a chunk; a replay shows it a simulation, and ``_differentiate_recording`` a model."""
 
-    name = "attention_divergence"
+    name = "attention_surface_divergence"
     needs = HEADS_NEED
 
-    def __init__(self, probes: int, seed: int, tokens: bool) -> None:
-        self.probes, self.seed, self.tokens = probes, seed, tokens
+    def __init__(self, probes: int, seed: int, per_token: bool) -> None:
+        self.probes, self.seed, self.per_token = probes, seed, per_token
         self.system: System | None = None
 
-    def refusal(self, system: System) -> str | None:
+    def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be differentiated with its cloud frozen."""
         self.system = system
         if isinstance(system, Recording):
@@ -210,14 +210,14 @@ class _Divergences(Instrument):
         means = token_mean(per_head, weights.unsqueeze(1).expand(per_head.shape))
         self.keep(
             context,
-            {"divergence": means if has_heads else means.squeeze(1)},
+            {"surface_divergence": means if has_heads else means.squeeze(1)},
             axes=("head",) if has_heads else (),
         )
-        self.keep(context, {"total_divergence": token_mean(total, weights)})
-        if self.tokens:
+        self.keep(context, {"total_surface_divergence": token_mean(total, weights)})
+        if self.per_token:
             each = torch.where(weights.unsqueeze(1) > 0, per_head, torch.nan)
             axes = ("head", "token") if has_heads else ("token",)
-            self.keep(context, {"token_divergence": each if has_heads else each.squeeze(1)}, axes=axes)
+            self.keep(context, {"token_surface_divergence": each if has_heads else each.squeeze(1)}, axes=axes)
 
     def result(self) -> xr.Dataset:
         """The divergences of every head (if there are several), layer and replicate."""

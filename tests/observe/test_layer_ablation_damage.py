@@ -12,8 +12,15 @@ from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
 from helmscope.models.watch import Chunk, Site
 from helmscope.observe.damage import damage_under_edits
-from helmscope.observe.fragility import AblationForm, LayerPart, layer_fragility, noise_seed, relative_noise, site_means
-from helmscope.observe.head_fragility import KernelRank, head_fragility, head_interaction, matched_pairs
+from helmscope.observe.head_ablation_damage import KernelRank, head_ablation_damage, head_interaction, matched_pairs
+from helmscope.observe.layer_ablation_damage import (
+    AblationForm,
+    LayerPart,
+    layer_ablation_damage,
+    noise_seed,
+    relative_noise,
+    site_means,
+)
 from helmscope.observe.loss import head_ablation_loss
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -63,9 +70,9 @@ def noise(half):
 @pytest.mark.parametrize("part", list(LayerPart))
 def test_layers_agree_with_loops_over_half_steps(form, part):
     model = gpt2()
-    measured = layer_fragility(record(model, IDS), forms=[form], parts=[part], relative_norm=RELATIVE, seed=SEED).isel(
-        part=0, form=0
-    )
+    measured = layer_ablation_damage(
+        record(model, IDS), forms=[form], parts=[part], relative_norm=RELATIVE, seed=SEED
+    ).isel(part=0, form=0)
     writes = {}
 
     def remember(layer, half, state, write):
@@ -122,7 +129,7 @@ def test_linear_layers_repair_what_the_closed_form_says(rate):
             block.mlp.c_proj.weight.copy_(rate * free)
             block.mlp.c_proj.bias.copy_(-40 * rate * free.sum(0))
             block.mlp.c_proj.bias[dim // 2 :] += 1e-6 * torch.tensor([1.0, -2.0, 3.0, -2.0])
-    measured = layer_fragility(record(model, IDS), forms=[AblationForm.ZERO], parts=[LayerPart.MLP])
+    measured = layer_ablation_damage(record(model, IDS), forms=[AblationForm.ZERO], parts=[LayerPart.MLP])
     share = measured.repaired_share.isel(part=0, form=0)
     growth = 1 + rate / (1 + 1e-5) ** 0.5  # the norm's epsilon
     for layer in range(layers):
@@ -150,8 +157,8 @@ def test_noise_has_its_norm_and_stays_in_the_range_of_a_matrix():
 def test_draws_are_averaged():
     recording = record(gpt2(), IDS)
     options = {"forms": [AblationForm.NOISE], "layers": 1}
-    both = layer_fragility(recording, **options, draws=2, seed=SEED).kl
-    one = layer_fragility(recording, **options, draws=1, seed=SEED).kl
+    both = layer_ablation_damage(recording, **options, draws=2, seed=SEED).kl
+    one = layer_ablation_damage(recording, **options, draws=1, seed=SEED).kl
     assert noise_seed(SEED, 0, 1) != noise_seed(SEED, 1, 1)
     other = 2 * both - one
     assert float(abs(other - one).min()) > 1e-6
@@ -159,8 +166,8 @@ def test_draws_are_averaged():
 
 
 def test_zeroed_heads_lose_what_head_ablation_loss_says_and_ranks_are_those_of_loops():
-    recording = record(gpt2(), IDS, keep=KeptTensors.WEIGHTS)
-    measured = head_fragility(recording).isel(form=0)
+    recording = record(gpt2(), IDS, keep=KeptTensors.KERNELS)
+    measured = head_ablation_damage(recording).isel(form=0)
     np.testing.assert_allclose(measured.increase, head_ablation_loss(recording).increase, rtol=1e-9, atol=1e-13)
     for layer, prompt, head in np.ndindex(3, 3, 2):
         kernel = recording.kept["weights"][layer][prompt, head].numpy()
@@ -173,12 +180,12 @@ def test_zeroed_heads_lose_what_head_ablation_loss_says_and_ranks_are_those_of_l
 
 def test_heads_are_replaced_by_their_means_over_all_tokens():
     model = gpt2()
-    recording = record(model, IDS, keep=KeptTensors.WEIGHTS | KeptTensors.VALUES)
+    recording = record(model, IDS, keep=KeptTensors.KERNELS | KeptTensors.VALUES)
     outputs = recording.kept["weights"][1] @ recording.kept["value"][1]  # (prompt, head, n, r)
     mean = outputs.mean((0, 2))
     torch.testing.assert_close(site_means(recording, [Site.HEADS])[Site.HEADS, 1], mean, rtol=1e-12, atol=1e-14)
-    measured = head_fragility(recording, forms=[AblationForm.MEAN, AblationForm.NOISE], heads="L1H0")
-    without = head_fragility(recording, heads="L1H0")
+    measured = head_ablation_damage(recording, forms=[AblationForm.MEAN, AblationForm.NOISE], heads="L1H0")
+    without = head_ablation_damage(recording, heads="L1H0")
     block = model.transformer.h[1].attn
     with torch.no_grad():  # zeroing the head and adding its mean write to the bias is the same
         block.c_proj.bias += mean[0] @ block.c_proj.weight[:4]
@@ -240,16 +247,16 @@ def test_rows_of_a_learned_sink_have_ranks_too():
 )
 def test_wrong_arguments_are_refused_in_one_sentence(options, message):
     with pytest.raises(HelmscopeError, match=message) as error:
-        layer_fragility(record(gpt2(), IDS), **options)
+        layer_ablation_damage(record(gpt2(), IDS), **options)
     assert str(error.value).count(". ") == 0
 
 
 def test_models_and_texts_without_a_loss_are_refused():
     with pytest.raises(HelmscopeError, match="needs attention that is causal"):
-        layer_fragility(record(tiny_model("bert"), inputs_of("bert")))
+        layer_ablation_damage(record(tiny_model("bert"), inputs_of("bert")))
     with pytest.raises(HelmscopeError, match="needs a text with two or more tokens"):
-        head_fragility(record(gpt2(), IDS[:, :1]))
+        head_ablation_damage(record(gpt2(), IDS[:, :1]))
     with pytest.raises(HelmscopeError, match="recording is a NoneType, but it must be a Recording"):
         head_interaction(None)
     with pytest.raises(HelmscopeError, match="layer 1 has heads 0 to 1"):
-        head_fragility(record(gpt2(), IDS), heads="L1H2")
+        head_ablation_damage(record(gpt2(), IDS), heads="L1H2")

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 import helmscope as hs
 from helmscope.intervene import Ablate, Edit
 from helmscope.models import record
-from helmscope.observe.gradient_shape import _cosines, gradient_shape, loss_gradient
+from helmscope.observe.loss_gradient_cosine import _cosines, loss_gradient, loss_gradient_cosine
 from helmscope.types import HelmscopeError
 
 IDS = torch.tensor([[1, 5, 7, 2, 9, 3], [4, 4, 8, 6, 1, 2]])
@@ -43,7 +43,7 @@ def by_hand(model, ids, chosen, half_step, scale, shift=None):
 @pytest.mark.parametrize("scale", [0.0, 0.75, 1.0])
 def test_cosines_are_those_of_the_blocks_run_by_hand(half_step, scale):
     model = tiny()
-    measured = gradient_shape(record(model, IDS), scales=[scale])
+    measured = loss_gradient_cosine(record(model, IDS), scales=[scale])
     for layer in range(3):
         write, after, loss = by_hand(model, IDS, layer, half_step, scale)
         (gradient,) = torch.autograd.grad(loss, after)
@@ -81,32 +81,32 @@ def test_a_write_down_the_gradient_has_cosine_1_and_one_up_has_minus_1():
         planted = recording.under(
             Edit(hs.Site.MLP, [1], lambda write, context, sign=sign: -sign * 0.1 * gradient[context.rows])
         )
-        cosine = gradient_shape(planted, scales=[0], layers=[1]).cosine.sel(half_step="mlp")
+        cosine = loss_gradient_cosine(planted, scales=[0], layers=[1]).cosine.sel(half_step="mlp")
         assert np.abs(cosine.values - sign).max() < 1e-12
 
 
 def test_silent_writes_and_padding_have_no_cosine():
     recording = record(tiny(), IDS)
-    silent = gradient_shape(recording.under(Ablate([1])), scales=[0], layers=[1]).cosine
+    silent = loss_gradient_cosine(recording.under(Ablate([1])), scales=[0], layers=[1]).cosine
     assert silent.sel(half_step="mlp").isnull().all()
     assert silent.sel(half_step="attention").notnull().all()
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    padded = gradient_shape(record(tiny(), {"input_ids": IDS, "attention_mask": mask}), scales=[0, 1])
-    alone = gradient_shape(record(tiny(), IDS[:1, :4]), scales=[0, 1])
+    padded = loss_gradient_cosine(record(tiny(), {"input_ids": IDS, "attention_mask": mask}), scales=[0, 1])
+    alone = loss_gradient_cosine(record(tiny(), IDS[:1, :4]), scales=[0, 1])
     assert np.abs(padded.cosine.values[..., 0] - alone.cosine.values[..., 0]).max() < 1e-10
 
 
 def test_bad_input():
     recording = record(tiny(), IDS)
     with pytest.raises(HelmscopeError, match="layer is 7, but this recording has layers 0 to 2"):
-        gradient_shape(recording, layers=[7])
+        loss_gradient_cosine(recording, layers=[7])
     with pytest.raises(HelmscopeError, match="scales is \\[\\], but it must be a list of numbers"):
-        gradient_shape(recording, scales=[])
+        loss_gradient_cosine(recording, scales=[])
     with pytest.raises(HelmscopeError, match=r"site is .* but it must be that of a write"):
         loss_gradient(recording, layer=0, site=hs.Site.KEY)
     with pytest.raises(HelmscopeError, match="needs a text with two or more tokens that count"):
-        gradient_shape(record(tiny(), IDS[:, :1]))
+        loss_gradient_cosine(record(tiny(), IDS[:, :1]))
     sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     encoder = BertModel(BertConfig(**sizes, intermediate_size=8)).eval()
     with pytest.raises(HelmscopeError, match="the loss of the next token needs"):
-        gradient_shape(record(encoder, IDS))
+        loss_gradient_cosine(record(encoder, IDS))

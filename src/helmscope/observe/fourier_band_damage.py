@@ -1,9 +1,9 @@
 """The damage of perturbations of the residual stream by their frequency along the tokens.
 
 The input of a layer is perturbed by a random delta that is limited to a band of frequencies along the tokens
-(``intervene.PerturbBand``), with the same relative norm in every band, and the damage is the divergence of the
-next-token law from that of the unperturbed model (``damage_under_edits``). Source: [Additive transport], Section 5,
-which says that sharp, high-frequency updates are unstable; it gives neither as a quantity.
+(``intervene.PerturbFourierBand``), with the same relative norm in every band, and the damage is the divergence of the
+next-token distribution from that of the unperturbed model (``damage_under_edits``). Source: [Additive transport],
+Section 5, which says that sharp, high-frequency updates are unstable; it gives neither as a quantity.
 
 Equal norms. By default |delta|_F = relative |x|_F over all tokens of the prompt. A draw then spreads its norm unevenly
 over the tokens, by chance, and tokens of small radius are turned more than those of large radius; both are the same for
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from helmscope.intervene.token_bands import PerturbBand, check_band, check_has_frequency
+from helmscope.intervene.token_bands import PerturbFourierBand, check_band, check_has_frequency
 from helmscope.models.recording import Recording, check_recording
 from helmscope.observe.damage import damage_under_edits
 from helmscope.runs.bar import shows_progress
@@ -46,7 +46,7 @@ BANDS: Mapping[str, Band] = {"low": (0.0, 0.25), "high": (0.75, 1.0)}
 
 
 @shows_progress("damage by frequency")
-def token_frequency(
+def fourier_band_damage(
     recording: Recording,
     *,
     bands: Mapping[str, Band] = BANDS,
@@ -58,15 +58,15 @@ def token_frequency(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage of perturbations of each of several ``bands`` of frequencies at the input of each layer, along (band,
-    layer, prompt): ``kl``, ``increase``, ``entropy_change`` and ``top_kept`` as in ``damage_under_edits``, means over
-    ``draws`` random perturbations of norm ``relative`` times that of the state.
+    layer, prompt): ``kl``, ``increase``, ``entropy_change`` and ``top_token_agreement`` as in ``damage_under_edits``,
+    means over ``draws`` random perturbations of norm ``relative`` times that of the state.
 
     Bands are pairs of frequencies, 1 the highest; equal bands under different names have independent draws. ``layers``
     are all by default, and ``per_token`` makes the relative norm the same at every token. Raises HelmscopeError where
     ``damage_under_edits`` does, for a layer out of range, relative < 0, and a prompt without a frequency in a band.
 
     >>> from helmscope import record
-    >>> measured = token_frequency(record("A", ["Once upon a time there was a cat"]), layers=[0, 6])
+    >>> measured = fourier_band_damage(record("A", ["Once upon a time there was a cat"]), layers=[0, 6])
     >>> measured.kl.dims, measured.band.values.tolist(), bool((measured.kl > 0).all())
     (('band', 'layer', 'prompt'), ['low', 'high'], True)
     """
@@ -80,7 +80,7 @@ def token_frequency(
     for name, band in wanted.items():
         _check_texts(recording, f"band '{name}'", band)
     edits = {
-        f"{name}, layer {layer}, draw {draw}": PerturbBand(
+        f"{name}, layer {layer}, draw {draw}": PerturbFourierBand(
             [layer], band=band, relative=relative, per_token=per_token, seed=_seed(seed, number, draw)
         )
         for number, (name, band) in enumerate(wanted.items())

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import helmscope as hs
 from helmscope.meanfield import CircleGrid, Density, SphereGrid
-from helmscope.observe.map_entropy import map_entropy, map_refusal, sphere_map, tangent_log_det
+from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change, sphere_map, tangent_log_det
 from helmscope.observe.token_choice import spaced_tokens, taken
 
 F64 = torch.float64
@@ -167,7 +167,7 @@ def layers(mlp: hs.MLP, count: int = 3) -> hs.Simulation:
 def test_layers_of_a_simulation_are_measured_token_by_token() -> None:
     mlp = force(4, gated=False)
     run = layers(mlp)
-    measured = map_entropy(run, tokens=3)
+    measured = mlp_entropy_change(run, tokens=3)
     chosen = measured.token.values[0].astype(int)
     assert chosen.tolist() == [[1, 3, 6]] * 3
     for k in range(3):
@@ -178,7 +178,7 @@ def test_layers_of_a_simulation_are_measured_token_by_token() -> None:
             ]
             assert measured.token_entropy_change.values[k, system] == pytest.approx(values, abs=1e-10)
             assert float(measured.entropy_change[k, system]) == pytest.approx(np.mean(values), abs=1e-10)
-    every = map_entropy(run, tokens=None)
+    every = mlp_entropy_change(run, tokens=None)
     assert every.sizes["sample"] == 6
     assert every.attrs["dimension"] == 3
 
@@ -191,7 +191,7 @@ def test_singular_maps_are_counted_and_named() -> None:
         w_out=2 * (collapse - torch.eye(4, dtype=F64)),
         activation=hs.activations.Identity(),
     )
-    measured = map_entropy(layers(mlp), tokens=2)
+    measured = mlp_entropy_change(layers(mlp), tokens=2)
     assert float(measured.singular.sum()) == 3 * 3 * 2
     assert bool(measured.entropy_change.isnull().all())
     assert measured.attrs["singular_maps"] == "NaN, first at system 0, layer 0, token 1"
@@ -201,17 +201,19 @@ def test_what_is_not_a_map_of_one_token_is_refused() -> None:
     mlp = force(4, gated=False)
     x = hs.Uniform(5, 4).sample(2, seed=0)
     flow = hs.integrate(mlp, x, times=[0.0, 1.0])
-    with pytest.raises(hs.HelmscopeError, match=r"is a flow, but map_entropy needs layers.*stepper=hs.Layer\(\)"):
-        map_entropy(flow)
+    with pytest.raises(
+        hs.HelmscopeError, match=r"is a flow, but mlp_entropy_change needs layers.*stepper=hs.Layer\(\)"
+    ):
+        mlp_entropy_change(flow)
     with pytest.raises(hs.HelmscopeError, match="has no MLP"):
-        map_entropy(hs.integrate(hs.SA(1.0), x, times=[0.0, 1.0], stepper=hs.Layer()))
+        mlp_entropy_change(hs.integrate(hs.SA(1.0), x, times=[0.0, 1.0], stepper=hs.Layer()))
     sparse = hs.integrate(mlp, x, times=[0.0, 2.0], stepper=hs.Layer(1.0))
     with pytest.raises(hs.HelmscopeError, match=r"system 0 in layer 0 by another map .* stored one by one"):
-        map_entropy(sparse)
+        mlp_entropy_change(sparse)
     with pytest.raises(hs.HelmscopeError, match="tokens is 0"):
-        map_entropy(layers(mlp), tokens=0)
+        mlp_entropy_change(layers(mlp), tokens=0)
     with pytest.raises(hs.HelmscopeError, match="system 0 has no token that counts besides the first"):
-        map_entropy(hs.integrate(mlp, x[:, :1], times=[0.0, 1.0], stepper=hs.Layer()))
+        mlp_entropy_change(hs.integrate(mlp, x[:, :1], times=[0.0, 1.0], stepper=hs.Layer()))
 
 
 SIZES = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
@@ -229,7 +231,7 @@ def test_a_model_under_layer_norm_is_differentiated_by_its_own_modules() -> None
     mean of the state."""
     model = gpt2()
     recording = hs.record(model, ROWS)
-    measured = map_entropy(recording, tokens=2)
+    measured = mlp_entropy_change(recording, tokens=2)
     for layer, block in enumerate(model.transformer.h):
         y = recording.stream(depth=2 * layer + 1)
         for prompt in range(3):
@@ -262,7 +264,7 @@ def test_a_post_norm_half_step_is_differentiated_by_its_own_modules() -> None:
     """T on the directions before gain and bias, as the modules compute it: middle norm, MLP and closing norm."""
     model = bert()
     recording = hs.record(model, ROWS)
-    measured = map_entropy(recording, tokens=2)
+    measured = mlp_entropy_change(recording, tokens=2)
     path = recording.on_sphere
     for layer, block in enumerate(model.bert.encoder.layer):
         middle = block.attention.output.LayerNorm
@@ -307,25 +309,25 @@ def test_a_post_norm_map_of_the_rest_of_the_block_is_seen() -> None:
     recording = hs.record(bert(), ROWS)
     doubled = recording.under(hs.Edit(hs.Site.MLP, None, lambda value: 2 * value))
     with pytest.raises(hs.HelmscopeError, match=r"another map than N\(z \+ f\(x\)\)"):
-        map_entropy(doubled)
+        mlp_entropy_change(doubled)
 
 
 def test_edited_writes_and_parallel_blocks_are_refused() -> None:
     recording = hs.record(gpt2(), ROWS)
     doubled = recording.under(hs.Edit(hs.Site.MLP, None, lambda value: 2 * value))
     with pytest.raises(hs.HelmscopeError, match="of prompt 1 in layer 0 by another map than"):
-        map_entropy(doubled)
+        mlp_entropy_change(doubled)
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     parallel = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes, max_position_embeddings=16)).eval()
-    assert "has parallel blocks, but map_entropy needs MLPs" in str(map_refusal(hs.record(parallel, ROWS)))
+    assert "has parallel blocks, but mlp_entropy_change needs MLPs" in str(map_unsupported(hs.record(parallel, ROWS)))
 
 
 def test_padding_and_chunks_change_nothing() -> None:
     texts = ["Once upon a time there was a cat", "The dog ran"]
-    both = map_entropy(hs.record("A", texts), tokens=None)
-    alone = map_entropy(hs.record("A", texts[1:]), tokens=None)
+    both = mlp_entropy_change(hs.record("A", texts), tokens=None)
+    alone = mlp_entropy_change(hs.record("A", texts[1:]), tokens=None)
     assert both.entropy_change.values[:, 1] == pytest.approx(alone.entropy_change.values[:, 0], rel=1e-4)
-    assert int(both.token_divergence[0, 1].notnull().sum()) == alone.sizes["sample"]
+    assert int(both.token_surface_divergence[0, 1].notnull().sum()) == alone.sizes["sample"]
 
 
 def test_spaced_tokens() -> None:
@@ -349,6 +351,6 @@ def test_a_model_in_half_precision_is_measured() -> None:
     sizes = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     ids = torch.randint(1, 30, (3, 12), generator=torch.Generator().manual_seed(1))
-    single = map_entropy(hs.record(model, ids)).entropy_change
-    half = map_entropy(hs.record(model.to(torch.bfloat16), ids)).entropy_change
+    single = mlp_entropy_change(hs.record(model, ids)).entropy_change
+    half = mlp_entropy_change(hs.record(model.to(torch.bfloat16), ids)).entropy_change
     assert float(abs(half - single).max()) < 0.02 * float(abs(single).max())

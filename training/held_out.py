@@ -1,9 +1,9 @@
-"""Select the held-back texts from the bundled validation windows: 128 texts of 128 tokens.
+"""Select the held-out texts from the bundled validation windows: 128 texts of 128 tokens.
 
 Published verdicts use these texts; development uses ``texts.json``, so that no region was chosen by looking at them.
 Each text begins at a sentence start within one story, and no first token occurs more than four times.
 
-    python training/held_back.py
+    python training/held_out.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 TEXTS, LENGTH, ALIKE, SEED = 128, 128, 4, 7
 
 
-def held_back(windows: np.ndarray, tokenizer: Tokenizer) -> list[str]:
+def held_out(windows: np.ndarray, tokenizer: Tokenizer) -> list[str]:
     """The texts: one for each chosen window, in random order; first tokens that are rare so far are preferred."""
     rng = np.random.default_rng(SEED)
     first_tokens: Counter[int] = Counter()
@@ -53,13 +53,13 @@ def crops(window: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, list[int]
 
 
 def main() -> None:
-    """Write held_back.json into the package."""
+    """Write held_out.json into the package."""
     tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / "A" / "tokenizer.json"))
-    texts = held_back(np.load(BUNDLED_FOLDER / "validation.npy"), tokenizer)
+    texts = held_out(np.load(BUNDLED_FOLDER / "validation.npy"), tokenizer)
     for half in (texts[:64], texts[64:]):
         distinct = len({tokenizer.encode(text).ids[0] for text in half})
         assert distinct >= 32, f"a half has {distinct} distinct first tokens, 32 are needed"
-    (BUNDLED_FOLDER / "held_back.json").write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
+    (BUNDLED_FOLDER / "held_out.json").write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ TOKENS = 16  # of each prompt
 ENTRIES = 2**22  # of Jacobians in memory at a time
 LABELS = {
     "entropy_change": "exact change of entropy over the MLP half-step, E log |det D_S T| (nats)",
-    "divergence": "its first order, E div_S(P f) / r (nats)",
+    "surface_divergence": "its first order, E div_S(P f) / r (nats)",
     "token_entropy_change": "log |det D_S T| of a token (nats)",
-    "token_divergence": "div_S(P f) / r of a token (nats)",
+    "token_surface_divergence": "div_S(P f) / r of a token (nats)",
     "token": "position of the sampled token",
     "singular": "sampled tokens at which the map is singular",
 }
@@ -184,7 +184,7 @@ class _MapEntropy(Instrument):
     ``norms`` are those that post-norm blocks add to, by layer, and ``allowed`` is the largest angle between the two.
     """
 
-    name = "map_entropy"
+    name = "mlp_entropy_change"
     needs = Needs.FORCE | Needs.MLP
 
     def __init__(
@@ -214,7 +214,11 @@ class _MapEntropy(Instrument):
         self.dim = x.shape[-1] - 1 - context.centered
 
     def _keep(self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor, m: Tensor) -> None:
-        tokens = {"token_entropy_change": found.log_det, "token_divergence": found.divergence, "token": chosen.double()}
+        tokens = {
+            "token_entropy_change": found.log_det,
+            "token_surface_divergence": found.divergence,
+            "token": chosen.double(),
+        }
         tokens = {name: torch.where(counts, value, torch.nan) for name, value in tokens.items()}
         singular = found.log_det.isnan() & counts
         if bool(singular.any()) and not self.singular:
@@ -222,7 +226,7 @@ class _MapEntropy(Instrument):
             self.singular = (
                 f"{self.plan.replicate} {context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}"
             )
-        means = {name: token_mean(tokens[f"token_{name}"], m) for name in ("entropy_change", "divergence")}
+        means = {name: token_mean(tokens[f"token_{name}"], m) for name in ("entropy_change", "surface_divergence")}
         self.keep(context, means | {"singular": singular.sum(-1).double()})
         self.keep(context, tokens, axes=("sample",))
 
@@ -241,7 +245,7 @@ class _MapEntropy(Instrument):
             raise HelmscopeError(
                 f"system moves token {int(chosen[row, k])} of {self.plan.replicate} {context.rows.start + row} in "
                 f"layer {context.layer} by another map than {form}, {float(error[row, k]):.2g} rad from it, but "
-                "map_entropy needs half-steps of the MLP alone (not edited, and stored one by one)"
+                "mlp_entropy_change needs half-steps of the MLP alone (not edited, and stored one by one)"
             )
 
     def result(self) -> xr.Dataset:
@@ -267,33 +271,33 @@ def _check_directions(radius: Tensor, counts: Tensor, context: ReplayContext, re
         row, k = (int(index) for index in bad.nonzero()[0])
         raise HelmscopeError(
             f"system has a state without a direction, of length {float(radius[row, k]):g}, at {replicate} "
-            f"{context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}, but map_entropy needs "
-            "finite states that are not 0"
+            f"{context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}, but "
+            "mlp_entropy_change needs finite states that are not 0"
         )
 
 
 @shows_progress("entropy of maps")
-def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: ProgressOption = None) -> xr.Dataset:
+def mlp_entropy_change(system: System, *, tokens: int | None = TOKENS, progress: ProgressOption = None) -> xr.Dataset:
     """The exact change of entropy of every MLP half-step, E log |det D_S T| with T(x) = N(r x + f(x)), and its first
     order E div_S(P f) / r, over (layer, prompt).
 
     Both are means over the same ``tokens`` of each prompt, evenly spaced among those that count, without the first (all
     of them if None), so that the spread between prompts contains the error of sampling; ``token_entropy_change`` and
-    ``token_divergence`` are those of each token, along ``sample``, and ``token`` its position. r is the recorded radius
-    of each token; in a post-norm block T(x) = N(z + f(x)) with the state z after its norm, gain and bias included. NaN
-    where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts them, and the
-    attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
+    ``token_surface_divergence`` are those of each token, along ``sample``, and ``token`` its position. r is the
+    recorded radius of each token; in a post-norm block T(x) = N(z + f(x)) with the state z after its norm, gain and
+    bias included. NaN where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts
+    them, and the attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
 
-    Raises HelmscopeError, as ``map_refusal`` says, for flows, parallel blocks, norms after the MLP and mixtures of
+    Raises HelmscopeError, as ``map_unsupported`` says, for flows, parallel blocks, norms after the MLP and mixtures of
     experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all stored.
 
     >>> from helmscope import record
-    >>> measured = map_entropy(record("A", ["Once upon a time there was a cat"]), tokens=2)
+    >>> measured = mlp_entropy_change(record("A", ["Once upon a time there was a cat"]), tokens=2)
     >>> measured.entropy_change.dims, bool((measured.entropy_change < 0).all())  # the MLPs of A gather tokens
     (('layer', 'prompt'), True)
     """
     tokens = None if tokens is None else check_integer("tokens", tokens, at_least=1)
-    reason = map_refusal(check_system(system))
+    reason = map_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
     path = system.on_sphere if isinstance(system, Recording) else system.trajectory
@@ -302,20 +306,22 @@ def map_entropy(system: System, *, tokens: int | None = TOKENS, progress: Progre
     return system.replay(instrument, progress=progress)[instrument.name]
 
 
-def map_refusal(system: System) -> str | None:
+def map_unsupported(system: System) -> str | None:
     """Why the half-steps of a system's MLPs are not maps N(r x + f(x)) of a token with a known f; None if they are.
 
     >>> from helmscope import record
-    >>> map_refusal(record("A", ["Once upon a time"])) is None
+    >>> map_unsupported(record("A", ["Once upon a time"])) is None
     True
     """
-    refused = system.refusal(_MapEntropy(system.trajectory, TOKENS, 0.0))
+    refused = system.unsupported_reason(_MapEntropy(system.trajectory, TOKENS, 0.0))
     if refused is not None:
         return refused
     if isinstance(system, Recording):
-        return block_refusal(system, "map_entropy", post_norm=True)
+        return block_unsupported(system, "mlp_entropy_change", post_norm=True)
     if not isinstance(system, Simulation) or not isinstance(system.problem.stepper, Layer):
-        return "system is a flow, but map_entropy needs layers, whose MLP maps a token at once: stepper=hs.Layer()"
+        return (
+            "system is a flow, but mlp_entropy_change needs layers, whose MLP maps a token at once: stepper=hs.Layer()"
+        )
     return None
 
 
@@ -327,12 +333,12 @@ def _norms_of(system: System) -> dict[int, Norm]:
     return {layer: norm for layer, norm in norms.items() if norm is not None}
 
 
-def block_refusal(recording: Recording, name: str, *, post_norm: bool = False) -> str | None:
+def block_unsupported(recording: Recording, name: str, *, post_norm: bool = False) -> str | None:
     """Why the MLPs of a recording do not add f(x), f an MLP, to the state that they read; None if they do. ``name`` is
     what needs it, and ``post_norm`` whether that state may be the output of a norm with its gain and bias.
 
     >>> from helmscope import record
-    >>> block_refusal(record("A", ["Once upon a time"]), "map_entropy") is None
+    >>> block_unsupported(record("A", ["Once upon a time"]), "mlp_entropy_change") is None
     True
     """
     try:

@@ -43,7 +43,7 @@ PERMUTED = {**COSINE, "long_name": "cosine of permuted writes and minus the loss
 
 
 @shows_progress("gradient shape")
-def gradient_shape(
+def loss_gradient_cosine(
     recording: Recording,
     *,
     scales: Sequence[float] = SCALES,
@@ -65,7 +65,7 @@ def gradient_shape(
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> dict(gradient_shape(recording, scales=[0, 1]).cosine.sizes)
+    >>> dict(loss_gradient_cosine(recording, scales=[0, 1]).cosine.sizes)
     {'layer': 2, 'half_step': 2, 'scale': 2, 'prompt': 2}
     """
     report, seed = check_progress(progress), check_seed(seed)

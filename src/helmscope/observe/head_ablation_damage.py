@@ -1,8 +1,8 @@
 """Fragility of heads: the damage of ablating each head, beside the rank of its kernel, and of ablating two together.
 
-The forms are those of ``layer_fragility``: the head's output becomes 0, or its mean over the tokens of all prompts, or
-noise of the relative norm r, in a random direction in the range of the head's output matrix, is added to the state
-after attention. For a pair of heads,
+The forms are those of ``layer_ablation_damage``: the head's output becomes 0, or its mean over the tokens of all
+prompts, or noise of the relative norm r, in a random direction in the range of the head's output matrix, is added to
+the state after attention. For a pair of heads,
 
     ratio  =  joint damage of zeroing both / sum of the damages of zeroing each
 
@@ -25,11 +25,12 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.attention import AblateHead
 from helmscope.intervene.edit import Edit
-from helmscope.models.output_matrix import output_matrices, output_refusal
+from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import check_recording
 from helmscope.models.watch import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
-from helmscope.observe.fragility import (
+from helmscope.observe.kernel import check_kernel, effective_keys, normalized_rows
+from helmscope.observe.layer_ablation_damage import (
     RELATIVE_NORM,
     AblationForm,
     chosen,
@@ -37,7 +38,6 @@ from helmscope.observe.fragility import (
     relative_noise,
     site_means,
 )
-from helmscope.observe.kernel import check_kernel, effective_keys, normalized_rows
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.rank import spectral_ranks
 from helmscope.observe.track import token_mean, token_weights
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 Head = tuple[int, int]  # layer and number
 ZERO_ONLY = (AblationForm.ZERO,)
 TOLERANCE, SMALLEST_DAMAGE = 0.2, 1e-6
-KL = {"long_name": "divergence of the next-token law from that without the ablation", "units": "nats"}
+KL = {"long_name": "KL divergence of the next-token distribution from that without the ablation", "units": "nats"}
 INCREASE = {"long_name": "increase of the next-token loss", "units": "nats"}
 EFFECTIVE_KEYS = {"long_name": "effective number of keys, mean over queries", "valid_min": 1.0}
 KERNEL_RANK = {"long_name": "effective rank of the kernel", "valid_min": 1.0}
@@ -115,7 +115,7 @@ def _kernel_rank(kernel: Tensor) -> Tensor:
 
 
 @shows_progress("fragility of heads")
-def head_fragility(
+def head_ablation_damage(
     recording: Recording,
     *,
     forms: Sequence[AblationForm] = ZERO_ONLY,
@@ -136,7 +136,7 @@ def head_fragility(
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> measured = head_fragility(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])), heads="L1H0")
+    >>> measured = head_ablation_damage(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])), heads="L1H0")
     >>> dict(measured.kl.sizes), dict(measured.kernel_rank.sizes)
     ({'form': 1, 'layer': 1, 'head': 1, 'prompt': 2}, {'layer': 1, 'head': 1, 'prompt': 2})
     """
@@ -186,7 +186,7 @@ class _Ablations:
             return AblateHead(layer=layer, head=head)
         if form is AblationForm.MEAN:
             return Edit(Site.HEADS, [layer], self._put_mean(place))
-        reason = output_refusal(self.layers[layer])
+        reason = output_unsupported(self.layers[layer])
         if reason is not None:
             raise HelmscopeError(f"{reason} in layer {layer}, but noise needs the matrix by which each head writes")
         matrix = output_matrices(self.layers[layer])[head].detach()

@@ -9,10 +9,17 @@ from scipy.special import rel_entr, softmax
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import helmscope as hs
-from helmscope.intervene import PerturbBand, ReplaceWeights, ScaleLogits, band_share, token_basis, token_frequencies
+from helmscope.intervene import (
+    PerturbFourierBand,
+    ReplaceKernel,
+    ScaleLogits,
+    fourier_band_share,
+    fourier_basis,
+    fourier_frequencies,
+)
 from helmscope.models import record
 from helmscope.models.watch import Chunk
-from helmscope.observe import damage_under_edits, token_frequency
+from helmscope.observe import damage_under_edits, fourier_band_damage
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -41,7 +48,7 @@ def outside(delta, low, high):
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 64])
 def test_the_basis_is_orthonormal_with_equal_squares_at_all_tokens(n):
-    basis, frequencies = token_basis(n), token_frequencies(n)
+    basis, frequencies = fourier_basis(n), fourier_frequencies(n)
     assert float((basis.mT @ basis - torch.eye(n)).abs().max()) < 1e-14
     for k in range(n):
         assert outside(basis[:, k : k + 1].numpy(), float(frequencies[k]), float(frequencies[k])) < 1e-25
@@ -56,39 +63,39 @@ def test_draws_have_the_stated_norm_and_band(n):
         torch.randn(3, n, 6, dtype=F64, generator=torch.Generator().manual_seed(0)) * torch.arange(1, n + 1)[:, None]
     )
     for low, high in BANDS.values():
-        delta = PerturbBand([1], band=(low, high), relative=0.3, seed=2).new(states, context()) - states
+        delta = PerturbFourierBand([1], band=(low, high), relative=0.3, seed=2).new(states, context()) - states
         norms = delta.norm(dim=(1, 2)) / states.norm(dim=(1, 2))
         assert float((norms - 0.3).abs().max()) < 1e-14
         assert max(outside(each.numpy(), low, high) for each in delta) < 1e-28
-        assert float((band_share(delta, (low, high)) - 1).abs().max()) < 1e-14
-        edit = PerturbBand([1], band=(low, high), relative=0.3, per_token=True, seed=2)
+        assert float((fourier_band_share(delta, (low, high)) - 1).abs().max()) < 1e-14
+        edit = PerturbFourierBand([1], band=(low, high), relative=0.3, per_token=True, seed=2)
         matched = edit.new(states, context()) - states
         assert float((matched.norm(dim=-1) / states.norm(dim=-1) - 0.3).abs().max()) < 1e-14
         shares = np.array([outside(each.numpy(), low, high) for each in matched])
         assert (shares > 1e-3).all()  # radii differ, so that equal norms at every token leave the band
-        assert np.abs(1 - shares - band_share(matched, (low, high)).numpy()).max() < 1e-14
+        assert np.abs(1 - shares - fourier_band_share(matched, (low, high)).numpy()).max() < 1e-14
 
 
 def test_draws_depend_on_seed_layer_and_text_only():
     states = torch.ones(3, 8, 4, dtype=F64)
-    edit = PerturbBand(band=(0.75, 1.0), relative=0.1, seed=5)
+    edit = PerturbFourierBand(band=(0.75, 1.0), relative=0.1, seed=5)
     together = edit.new(states, context())
     alone = edit.new(states[2:], Chunk(rows=slice(2, 3), texts=3).at(hs.Site.INPUT, 1))
     assert torch.equal(together[2:], alone)
     assert not torch.equal(together[0], together[1])
     assert not torch.equal(together, edit.new(states, context(layer=2)))
-    assert not torch.equal(together, PerturbBand(band=(0.75, 1.0), relative=0.1, seed=6).new(states, context()))
+    assert not torch.equal(together, PerturbFourierBand(band=(0.75, 1.0), relative=0.1, seed=6).new(states, context()))
 
 
 def test_padding_is_not_perturbed_and_changes_nothing():
     model = tiny_model("gpt2", dtype=F64)
     states = torch.randn(2, 7, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
     visible = PADDED["attention_mask"] == 1
-    delta = PerturbBand(band=(0.75, 1.0), relative=0.1).new(states, context(2, visible=visible)) - states
+    delta = PerturbFourierBand(band=(0.75, 1.0), relative=0.1).new(states, context(2, visible=visible)) - states
     assert not delta[0, 5:].any()
     assert outside(delta[0, :5].numpy(), 0.75, 1.0) < 1e-28
-    together = token_frequency(record(model, PADDED), layers=[1])
-    alone = token_frequency(record(model, PADDED["input_ids"][:1, :5]), layers=[1])
+    together = fourier_band_damage(record(model, PADDED), layers=[1])
+    alone = fourier_band_damage(record(model, PADDED["input_ids"][:1, :5]), layers=[1])
     np.testing.assert_allclose(together.kl[..., 0], alone.kl[..., 0], rtol=1e-6)
 
 
@@ -110,9 +117,9 @@ def by_hand(model, ids, layer, edit):
 def test_damage_is_that_of_the_blocks_run_by_hand_averaged_over_draws(monkeypatch):
     model, ids = tiny_model("gpt2", dtype=F64), inputs_of("gpt2")
     used = []
-    right = PerturbBand.__post_init__
-    monkeypatch.setattr(PerturbBand, "__post_init__", lambda self: (right(self), used.append(self))[0])
-    measured = token_frequency(record(model, ids), layers=[2, 0], draws=2, relative=0.5, seed=3)
+    right = PerturbFourierBand.__post_init__
+    monkeypatch.setattr(PerturbFourierBand, "__post_init__", lambda self: (right(self), used.append(self))[0])
+    measured = fourier_band_damage(record(model, ids), layers=[2, 0], draws=2, relative=0.5, seed=3)
     assert measured.layer.values.tolist() == [2, 0]
     assert len({edit.seed for edit in used}) == 4  # of two bands and two draws, the same in all layers
     edits = iter(used)
@@ -149,14 +156,14 @@ def test_attention_that_averages_removes_high_frequencies_and_the_identity_keeps
     kernel = torch.full((n, n), 1 / n, dtype=F64) if kind == "average" else torch.eye(n, dtype=F64)
     model = linear_model(gain)
     plain = record(model, torch.arange(16).reshape(2, n) % 11)
-    recording = plain.under(ReplaceWeights(function=lambda weights: kernel.expand_as(weights)))
+    recording = plain.under(ReplaceKernel(function=lambda weights: kernel.expand_as(weights)))
     bands = {"constant": (0.0, 0.0), "low": (0.2, 0.25), "high": (0.75, 1.0)}
-    measured = token_frequency(recording, bands=bands, relative=0.3)
+    measured = fourier_band_damage(recording, bands=bands, relative=0.3)
     states = recording.stream(depth=0)
     centering = torch.eye(8, dtype=F64) - 1 / 8
     for number, (name, band) in enumerate(bands.items()):
         seed = int(np.random.SeedSequence([0, number, 0]).generate_state(1)[0])
-        moved = PerturbBand(band=band, relative=0.3, seed=seed).new(states, context(2, 0))
+        moved = PerturbFourierBand(band=band, relative=0.3, seed=seed).new(states, context(2, 0))
         logits = [
             ((kernel @ x + x / gain) @ centering @ model.lm_head.weight.mT)[:, :-1].detach() for x in (states, moved)
         ]
@@ -182,26 +189,26 @@ def test_logits_of_attention_are_scaled():
 def test_bad_input():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2", n=5))
     with pytest.raises(HelmscopeError, match="layer is 7, but this recording has layers 0 to 2"):
-        token_frequency(recording, layers=[7])
+        fourier_band_damage(recording, layers=[7])
     with pytest.raises(HelmscopeError, match="layers is \\[\\], but it must name at least one"):
-        token_frequency(recording, layers=[])
+        fourier_band_damage(recording, layers=[])
     with pytest.raises(HelmscopeError, match="relative is -1, but it must be a finite number >= 0"):
-        token_frequency(recording, relative=-1)
+        fourier_band_damage(recording, relative=-1)
     with pytest.raises(HelmscopeError, match="draws is 0, but"):
-        token_frequency(recording, draws=0)
+        fourier_band_damage(recording, draws=0)
     with pytest.raises(
         HelmscopeError, match=r"band 'b' is \(0.9, 1\), but text 0 has 5 visible tokens and only the freq"
     ):
-        token_frequency(recording, bands={"b": (0.9, 1.0)})
+        fourier_band_damage(recording, bands={"b": (0.9, 1.0)})
     with pytest.raises(HelmscopeError, match=r"band 'b' is \(0.5, 2\), but it must rise from a frequency >= 0"):
-        token_frequency(recording, bands={"b": (0.5, 2.0)})
+        fourier_band_damage(recording, bands={"b": (0.5, 2.0)})
     with pytest.raises(HelmscopeError, match=r"bands is \{\}, but it must be a mapping of names"):
-        token_frequency(recording, bands={})
+        fourier_band_damage(recording, bands={})
     with pytest.raises(HelmscopeError, match="factor is 0, but it must be a finite number > 0"):
         ScaleLogits(factor=0)
     with pytest.raises(HelmscopeError, match="recording is an int, but it must be a Recording"):
-        token_frequency(3)
+        fourier_band_damage(3)
     sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     encoder = BertForMaskedLM(BertConfig(**sizes, intermediate_size=8)).eval()
     with pytest.raises(HelmscopeError, match="the loss of the next token needs"):
-        token_frequency(record(encoder, torch.arange(10).reshape(2, 5)))
+        fourier_band_damage(record(encoder, torch.arange(10).reshape(2, 5)))

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 RELATIVE_NORM = 0.1
 NAMES = {
-    "kl": "divergence of the next-token law from that without the ablation",
+    "kl": "KL divergence of the next-token distribution from that without the ablation",
     "increase": "increase of the next-token loss",
     "change": "relative change of the state after the ablated layer",
     "last_change": "relative change of the state after the last layer",
@@ -103,7 +103,7 @@ WHOLE = (LayerPart.LAYER,)
 
 
 @shows_progress("fragility")
-def layer_fragility(
+def layer_ablation_damage(
     recording: Recording,
     *,
     forms: Sequence[AblationForm] = FORMS,
@@ -116,7 +116,7 @@ def layer_fragility(
 ) -> xr.Dataset:
     """The damage of ablating each layer, or a half-step of it, in each form: along (part, form, layer, prompt)
 
-    - ``kl`` and ``increase``: the divergence of the next-token law and the increase of the loss, in nats;
+    - ``kl`` and ``increase``: the KL divergence of the next-token distribution and the increase of the loss, in nats;
     - ``change`` and ``last_change``: e_l and e_L, the relative change of the state after the ablated layer and after
       the last one; ``repaired_share`` is 1 - e_L / e_l, NaN where nothing changes and 0 for the last layer.
 
@@ -128,7 +128,7 @@ def layer_fragility(
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> measured = layer_fragility(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
+    >>> measured = layer_ablation_damage(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
     >>> dict(measured.kl.sizes), measured.repaired_share.sel(layer=1, form="zero").values.tolist()
     ({'part': 1, 'form': 3, 'layer': 2, 'prompt': 2}, [[0.0, 0.0]])
     """
