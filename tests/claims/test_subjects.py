@@ -187,7 +187,7 @@ def test_there_is_one_verdict_for_each_claim_and_subject(
     assert hashes == {(subject.weights, subject.text_hash) for subject in (tiny, other)}
 
 
-def test_held_back_texts_replace_those_of_the_box_only(mine: Path) -> None:
+def test_held_out_texts_replace_those_of_the_box_only(mine: Path) -> None:
     bundled, held_out = (plan_trials(["planted-false"], folder=mine, held_out=held) for held in (False, True))
     for plain, published in zip(bundled, held_out, strict=True):
         assert (plain.subject.name, plain.name) == (published.subject.name, published.name)

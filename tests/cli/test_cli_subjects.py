@@ -171,7 +171,7 @@ def test_a_model_too_large_for_the_memory_is_refused_with_an_estimate(helmscope,
     assert not (tmp_path / "runs").exists()
 
 
-def test_report_uses_the_held_back_texts_and_claims_test_does_not() -> None:
+def test_report_uses_the_held_out_texts_and_claims_test_does_not() -> None:
     from helmscope.jobs import ReportSpec, TrialsSpec
 
     trials, report = (trial_subjects(kind(models=["A"])).subjects[0] for kind in (TrialsSpec, ReportSpec))

@@ -257,7 +257,7 @@ def test_the_texts_in_the_box():
     assert all(re.match(r'["A-Z]', text) for text in texts)
 
 
-def test_the_held_back_texts_have_32_first_tokens_in_each_half():
+def test_the_held_out_texts_have_32_first_tokens_in_each_half():
     """The texts for development have 30 in the first 64."""
     subject = hs.Subject("A").held_out()
     codes = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))

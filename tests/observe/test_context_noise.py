@@ -132,7 +132,7 @@ def test_distance_from_normal_is_that_of_scipy():
     assert np.isnan(kolmogorov_distance(np.ones((4, 2))))
 
 
-def test_contexts_hold_no_held_back_text():
+def test_contexts_hold_no_held_out_text():
     contexts = validation_contexts()
     encode = load("A").tokenizer
     lines = [" ".join(map(str, row)) + " " for row in contexts.tolist()]

@@ -116,7 +116,9 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         ),
         StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_unsupported),
         _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
-        StandaloneMeasurement("attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported),
+        StandaloneMeasurement(
+            "attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported
+        ),
         _replayed(lambda quick, seed: MlpJacobian(), (10, 12)),
         StandaloneMeasurement("free_energy_along_depth", _free_energy, (13, 18), free_energy_unsupported),
         StandaloneMeasurement(
