@@ -1,4 +1,4 @@
-"""Forms of heads against dense matrices and the logits of the model, loop defects in closed form, and refusals."""
+"""Forms of heads against dense matrices and the logits of the model, holonomy defects in closed form, and refusals."""
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def whole(*matrices):
     return HeadMatrices(eye, eye, eye, torch.stack(matrices), dim=len(matrices[0]))
 
 
-def test_loop_defects_in_closed_form():
+def test_holonomy_defects_in_closed_form():
     weights = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     first, second = (normal(6, 6, seed=k) for k in (7, 8))
     positive = whole(first @ first.T + torch.eye(6).double(), second @ second.T)
@@ -134,7 +134,7 @@ def test_loop_defects_in_closed_form():
     assert abs(mean - 1) < 0.1
 
 
-def test_the_loop_defect_of_a_model_by_hand():
+def test_the_holonomy_defect_of_a_model_by_hand():
     recording = recorded("gpt2", batch_size=2)
     found = holonomy_defect(recording, triangles=2, layers=[1], seed=4)
     kernel, forms = recording.kernel(layer=1), head_matrices(recording)[1]

@@ -182,6 +182,17 @@ def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
     assert seen.sizes == {"time": 3, "system": 4, "inner_product": 50}
 
 
+def test_the_overview_of_a_recording_takes_tokens_of_inner_product_0_9_for_close():
+    of_flow = hs.overview(PLAIN, beta=1.0)
+    of_model = hs.overview(hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt"), beta=1.0)
+    assert (of_flow.delta, of_flow.radius) == (1e-3, 0.1)
+    assert (of_model.delta, of_model.radius) == (0.1, 0.45)
+    assert abs(math.cos(0.45) - 0.9) < 1e-3
+    same = hs.overview(PLAIN, beta=1.0, delta=0.1, radius=0.45)
+    assert (of_model.close_pair_share.values == same.close_pair_share.values).all()
+    assert (of_model.cluster_count.values == same.cluster_count.values).all()
+
+
 def test_overview_of_one_system():
     seen = hs.reduce_replicates(hs.overview(hs.Trajectory(TIMES, STATES[:, :1]), beta=1.0))
     ends = ("_stderr", "_low", "_high")

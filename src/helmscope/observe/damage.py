@@ -73,7 +73,7 @@ def damage_under_edits(
         for k, (name, text) in enumerate(NAMES.items())
     }
     kept = {"long_name": "share of positions whose most likely next token stays", "valid_min": 0.0, "valid_max": 1.0}
-    nulls = {f"{name}_null": 0.0 for name in NAMES} | {"top_kept_null": 1.0}
+    nulls = {f"{name}_null": 0.0 for name in NAMES} | {"top_token_agreement_null": 1.0}
     variables = data | {"top_token_agreement": (("edit", "prompt"), means[:, len(NAMES)], kept)} | nulls
     coords = {"edit": list(lists), **scoring.coords}
     return check_replicates(xr.Dataset(variables, coords, {**scoring.attributes, "title": "damage under edits"}))

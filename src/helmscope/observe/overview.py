@@ -52,8 +52,8 @@ def overview(
     trajectory: Trajectory | System,
     *,
     beta: float | None = None,
-    delta: float = 1e-3,
-    radius: float = 0.1,
+    delta: float | None = None,
+    radius: float | None = None,
     bins: int = 50,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -63,7 +63,9 @@ def overview(
     The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
     where it is infinite, and NaN where it overflows; for a simulation it defaults to the beta of its field, and must be
-    given for everything else. A text with fewer than two tokens that count has no pairs: its values are NaN, with a
+    given for everything else. Pairs are close where their inner product is at least 1 - ``delta``, and tokens belong to
+    one cluster within an angle ``radius`` of each other: 0.001 and 0.1 by default, where tokens have met; for a recording,
+    whose tokens come near each other at most, 0.1 and 0.45, the angle of an inner product of 0.9. A text with fewer than two tokens that count has no pairs: its values are NaN, with a
     warning. Tokens count by the weights of the trajectory. With more than
     2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
     the attribute ``token_stride`` is k. ``progress`` is called with the share of the work done.
@@ -75,7 +77,10 @@ def overview(
     """
     system, trajectory = trajectory, trajectory_of(trajectory)
     beta = check_real("beta", _beta_of(system) if beta is None else beta, at_least=0)
-    if trajectory.replicate == "prompt":
+    of_model = trajectory.replicate == "prompt"
+    delta = (0.1 if of_model else 1e-3) if delta is None else delta
+    radius = (0.45 if of_model else 0.1) if radius is None else radius
+    if of_model:
         warn_of_short_texts("pairs", (_token_counts(trajectory) < 2).tolist())
     stride = -(-trajectory.states.shape[-2] // MOST_PAIRED)
     report, parts = check_progress(progress), []

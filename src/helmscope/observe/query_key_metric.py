@@ -19,7 +19,7 @@ Biases are left out, and for rotary models the phases too: M is that at relative
 A connection carries vectors from token to token. Between j and i attention does so by T_ij = sum_h A^h_ij O_h, whose
 orthogonal part is U_ij in T = U |T| (a partial isometry if T has no full rank). Around a triangle of tokens i > j > k,
 
-    loop defect = 1 - tr(U_ij U_jk U_ik^T) / rank,
+    holonomy defect = 1 - tr(U_ij U_jk U_ik^T) / rank,
 
 where the way back from i to k is the inverse of the direct way, since in a causal model attention has only one
 direction. It is 0 if the two ways agree, 1 on average if they are unrelated, 2 if they are opposite; 1 - cos(a) if all
@@ -215,7 +215,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
     return check_replicates(xr.Dataset(data | nulls, coords, attributes), "layer")
 
 
-@shows_progress("loop defect")
+@shows_progress("holonomy defect")
 def holonomy_defect(
     recording: Recording,
     *,
@@ -252,8 +252,8 @@ def holonomy_defect(
     bounds = {"long_name": "defect of transport around triangles", "valid_min": 0.0, "valid_max": 2.0}
     coords = {"layer": chosen, "prompt": np.arange(found.shape[1])}
     coords |= identity_coordinates("prompt", recording.batch.identities)
-    data = {"holonomy_defect": (("layer", "prompt"), found, bounds), "loop_defect_null": 1.0}
-    return check_replicates(xr.Dataset(data, coords, {"model": recording.origin.title, "title": "loop defect"}))
+    data = {"holonomy_defect": (("layer", "prompt"), found, bounds), "holonomy_defect_null": 1.0}
+    return check_replicates(xr.Dataset(data, coords, {"model": recording.origin.title, "title": "holonomy defect"}))
 
 
 @full_precision

@@ -307,7 +307,7 @@ def _measurement(found: np.ndarray, trial: _NoiseTrial, coords: dict[str, Sequen
         name: (axes, found[k], {"long_name": text, **bounds.get(name, shares)})
         for k, (name, text) in enumerate(NAMES.items())
     }
-    nulls = {"kl_null": 0.0, "entropy_change_null": 0.0, "top_kept_null": 1.0, "top_key_kept_null": 1.0}
+    nulls = {"kl_null": 0.0, "entropy_change_null": 0.0, "top_token_agreement_null": 1.0, "top_key_agreement_null": 1.0}
     named = {name: [getattr(tick, "value", tick) for tick in ticks] for name, ticks in coords.items()}
     attributes = {**trial.scoring.attributes, "title": "query and key noise"}
     return check_replicates(xr.Dataset(data | nulls, {**named, **trial.scoring.coords}, attributes))

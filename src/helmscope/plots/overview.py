@@ -58,7 +58,7 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
         measurement,
         singles,
         "close_pair_share",
-        f"close pairs, <x,y> >= 1 - {measurement.attrs['delta']:g}",
+        f"close pairs, <x,y> >= {1 - measurement.attrs['delta']:.10g}",
         COLORS[0],
     )
     _curve(meeting, measurement, singles, "order_parameter", "order parameter |mean x|", COLORS[1])

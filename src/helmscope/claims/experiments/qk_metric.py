@@ -31,7 +31,7 @@ LEAST_HEADS = 2
 def qk_metric(case: TrialCase) -> Finding:
     """Symmetric share of M = W_Q^T W_K, one value per head, with the gain of the norm folded in; heads of a layer that
     writes nothing are left out, and those of tied layers count once. Described: signature, alignment with W_O W_V, and
-    the loop defect, one value per prompt.
+    the holonomy defect, one value per prompt.
     """
     if case.subject.is_simulation:
         return Finding.impossible("the claim needs a model, but the subject is a simulation")
@@ -119,11 +119,11 @@ def _described(metric: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
 
 
 def _loops(case: TrialCase, recording: Recording, texts: tuple[object, ...], layers: list[int]) -> dict[str, Evidence]:
-    """The loop defect of the model and of untrained twins, the mean over layers."""
+    """The holonomy defect of the model and of untrained twins, the mean over layers."""
     triangles = case.count(case.constant("triangles"), quick=case.constant("triangles_quick"))
     described: dict[str, Evidence] = {}
     twins = case.subject.twin_recordings(case.constant("loop_twins"), seed=case.seed, texts=texts)
-    for name, each in {"loop defect": recording, "loop defect, untrained twin": next(iter(twins))}.items():
+    for name, each in {"holonomy defect": recording, "holonomy defect, untrained twin": next(iter(twins))}.items():
         found = holonomy_defect(each, triangles=triangles, layers=layers, seed=case.seed_for(0), progress=False)
         values = found.holonomy_defect.mean("layer").values
         if np.isfinite(values).sum() > 1:
