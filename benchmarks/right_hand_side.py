@@ -44,8 +44,8 @@ CASES = {
     "cuda": [(n, d) for n in (4_096, 16_384, 65_536, 262_144, 1_048_576) for d in (2, 3, 16, 64, 128)],
 }
 # the most pairs of tokens in one timed call
-MOST_PAIRS = {"cpu": {"naive": 2**24, "sdpa": 2**26}, "cuda": {"naive": 2**31, "sdpa": 2**35}}
-MOST_STORED = 2**32  # the same where SDPA stores the matrix: on a GPU, in dimensions that its kernels do not support
+MAX_PAIRS = {"cpu": {"naive": 2**24, "sdpa": 2**26}, "cuda": {"naive": 2**31, "sdpa": 2**35}}
+MAX_STORED = 2**32  # the same where SDPA stores the matrix: on a GPU, in dimensions that its kernels do not support
 # the targets for a CPU core name a kernel; the series has an error of 1e-9 per pair relative to e^beta
 PINNED: dict[tuple[int, int], Summation] = {
     (4_096, 2): Harmonic(tol=1e-9),
@@ -87,13 +87,13 @@ def candidates(x: Tensor, order: Tensor, beta: float, *, with_keops: bool) -> di
     """The candidates for these tokens."""
     n, d = x.shape
     request = Request(beta * x, x, x, beta=beta)
-    most = MOST_PAIRS[x.device.type]
+    most = MAX_PAIRS[x.device.type]
     others = {"naive": naive, "sdpa": sdpa} | ({"keops": keops} if with_keops else {})
     by_name = {}
     for name, function in others.items():
         pairs = most.get(name, most["sdpa"])
         if name == "sdpa" and d % 4:
-            pairs = min(pairs, MOST_STORED)
+            pairs = min(pairs, MAX_STORED)
         rows = min(n, max(CHECKED_ROWS, pairs // n))
         query = x[order[:rows]]
         by_name[name] = Candidate(lambda f=function, q=query: f(q, x, beta), rows)

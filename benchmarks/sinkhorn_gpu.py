@@ -18,11 +18,11 @@ from torch import Tensor
 from helmscope.transport.cost import Chordal, Euclidean
 from helmscope.transport.sinkhorn_plan import sinkhorn
 from helmscope.transport.streaming import PairwiseCost
-from helmscope.transport.streaming_triton import Tiling, log2_sum_exp2
+from helmscope.transport.streaming_triton import LaunchConfig, log2_sum_exp2
 
 EPSILON, TOLERANCE = 0.1, 1e-3
 TILINGS = [
-    Tiling(queries, keys, warps)
+    LaunchConfig(queries, keys, warps)
     for queries, keys in (
         (32, 64),
         (32, 128),

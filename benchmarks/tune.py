@@ -7,7 +7,7 @@ on the close-pair probability, and the table has the largest difference from the
 
     python benchmarks/tune.py [--widths 16 64] [--sizes 32x2 32x64]
 
-"*" marks what the package chooses: ``_PLANS`` in kernels/flash.py, ``tuning`` in kernels/fused.py.
+"*" marks what the package chooses: ``_CONFIGS`` in kernels/flash.py, ``tuning`` in kernels/fused.py.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from common import (
 from torch import Tensor
 
 from helmscope.kernels import fused
-from helmscope.kernels.flash import _PLANS, Flash, Plan
+from helmscope.kernels.flash import _CONFIGS, Flash, LaunchConfig
 from helmscope.kernels.request import Request
 
-Way = TypeVar("Way", Plan, fused.Tuning)
+Way = TypeVar("Way", LaunchConfig, fused.LaunchConfig)
 
 BETA = 4.0
 BETAS, TIMES, DELTA = torch.linspace(0.1, 9, 90, dtype=torch.float64), torch.linspace(0, 30, 200).tolist(), 1e-3
@@ -55,14 +55,14 @@ def tune_flash(results: Results, d: int, n: int) -> list[Row]:
         at = tokens[rows]
         return v - (at * v).sum(-1, keepdim=True) / (at * at).sum(-1, keepdim=True) * at
 
-    chosen = _PLANS[d]
+    chosen = _CONFIGS[d]
     plans = [chosen] + [
-        Plan(queries=queries, keys=keys, warps=queries // 16, stages=stages, compensated=chosen.compensated)
+        LaunchConfig(queries=queries, keys=keys, warps=queries // 16, stages=stages, compensated=chosen.compensated)
         for queries, keys, stages in product((64, 128), (chosen.keys // 2, chosen.keys, 2 * chosen.keys), range(2, 5))
     ]
     calls = {plan: partial(Flash(plan).sum, request) for plan in plans}
 
-    def columns(plan: Plan) -> Row:
+    def columns(plan: LaunchConfig) -> Row:
         mean = calls[plan]().mean[rows].double()
         return {
             **vars(plan),
@@ -79,16 +79,16 @@ def tune_fused(results: Results, n: int, d: int, samples: int) -> list[Row]:
     flows = fused._flows(n, TIMES, BETAS, torch.ones(len(BETAS), dtype=torch.int64), None, True)
     task = fused.Task(flows, 4, normalized=True, causal=False, near=1 - DELTA, stop=True, keep_states=False)
     chosen = fused.tuning(n, d)
-    ways = [fused.Tuning(*way) for way in product((False, True) if d <= 8 else (True,), (1, 2, 4, 8))]
+    ways = [fused.LaunchConfig(*way) for way in product((False, True) if d <= 8 else (True,), (1, 2, 4, 8))]
     calls = {way: partial(fused.launch, x0, task, way) for way in (chosen, *ways)}
 
-    def probability(way: fused.Tuning) -> Tensor:
+    def probability(way: fused.LaunchConfig) -> Tensor:
         counted = calls[way]()
         return counted.met.double().mean(1) / counted.pairs
 
     wanted = probability(chosen)
 
-    def columns(way: fused.Tuning) -> Row:
+    def columns(way: fused.LaunchConfig) -> Row:
         return {**vars(way), "apart": float((probability(way) - wanted).abs().max())}
 
     return compare(results, chosen, calls, columns, {"n": n, "d": d, "samples": samples})
@@ -111,7 +111,9 @@ def compare(
 def main() -> None:
     """Tune both kernels."""
     options = parser(__doc__)
-    options.add_argument("--widths", type=int, nargs="*", default=list(_PLANS), help="of vectors: " + str(list(_PLANS)))
+    options.add_argument(
+        "--widths", type=int, nargs="*", default=list(_CONFIGS), help="of vectors: " + str(list(_CONFIGS))
+    )
     options.add_argument("--tokens", type=int, default=65_536, help="of the streaming kernel")
     options.add_argument("--sizes", nargs="*", default=["32x2", "32x8", "32x16", "32x32", "32x64"], help="n x d")
     options.add_argument("--samples", type=int, default=1_024, help="of the fused kernel")

@@ -88,7 +88,7 @@ def _decisive_rate(n: int, bound: float) -> float:
 
 def line(entry: Entry, tried: Registered, subject: Subject) -> str:
     """One row of the table: the deciding condition of a claim on one subject."""
-    case = tried.case(entry=entry) if tried.compares else tried.case(entry=entry, subject=subject)
+    case = tried.case(entry=entry) if tried.compares_models else tried.case(entry=entry, subject=subject)
     finding = tried.function(case)
     verdict = judge(entry, finding, subject_kind=case.subject_kind)
     statistic = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
@@ -111,7 +111,7 @@ def main() -> None:
     old = {tuple(row.split("|")[1:3]): row for row in table.read_text().splitlines(keepends=True) if row[:2] == "| "}
     rows = []
     for claim, tried in experiments().items():
-        for subject in tried.defaults[: 1 if tried.compares else None]:
+        for subject in tried.default_subjects[: 1 if tried.compares_models else None]:
             kept = old.get((f" {claim} ", f" {subject.name} "))
             rows.append(line(entries[claim], tried, subject) if claim in again or kept is None else kept)
     table.write_text(HEADER + "".join(rows))

@@ -9,7 +9,7 @@ entry = hs.claims.read_catalogue(folder)["tokens-gather"]
 print(entry.statement)
 print(f"region: {entry.conditions[0].text}")
 
-trial = hs.run_trial("tokens-gather", folder=folder, quick=True)  # runs the Python files in that folder
+trial = hs.run_trial("tokens-gather", claims_folder=folder, quick=True)  # runs the Python files in that folder
 print(trial.verdict.sentence)
 for control in trial.verdict.controls:
     print(f"control, {control.name}: {control.summary}")

@@ -78,8 +78,8 @@ def test_ablated_heads(tmp_path, printed_here):
     assert all(len(numbers(row)) == 7 for row in rows)
     assert last.startswith("without L0H4 the loss is higher by ")
     with xr.open_dataset(tmp_path / "ablated_heads.nc", engine="h5netcdf") as seen:
-        assert dict(seen.increase.sizes) == {"layer": 12, "head": 6}
-        assert float(seen.increase.sel(layer=0, head=4)) == float(seen.increase.max()) > 0.1
+        assert dict(seen.loss_increase.sizes) == {"layer": 12, "head": 6}
+        assert float(seen.loss_increase.sel(layer=0, head=4)) == float(seen.loss_increase.max()) > 0.1
     assert saved.endswith("ablated_heads.png")
     assert (tmp_path / "ablated_heads.png").read_bytes().startswith(b"\x89PNG")
 

@@ -99,7 +99,7 @@ class Terminal(io.StringIO):
 WITHOUT_SHARES = {  # only the time is known, or the share is that of a part which draws the bar
     "load": lambda: hs.load("A"),
     "untrained_twin": lambda: hs.models.untrained_twin(MODEL, seed=0),
-    "diagnose": lambda: hs.models.diagnose(MODEL, texts_count=2, tokens=8),
+    "diagnose": lambda: hs.models.diagnose(MODEL, text_count=2, tokens=8),
     "resume of a simulation": lambda: RUN.resume(depth=1, states=RUN.stream(depth=1)),
     "resume of a model": lambda: RECORDING.resume(depth=2, states=RECORDING.trajectory.states[2]),
     "kernel of a model": lambda: RECORDING.kernel(layer=0),

@@ -60,13 +60,13 @@ if TYPE_CHECKING:
     from helmscope.models.load import load as load
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
+    from helmscope.models.sites import Site as Site
     from helmscope.models.subject import Subject as Subject
-    from helmscope.models.watch import Site as Site
     from helmscope.observe import kernel as kernel
     from helmscope.observe import rank as rank
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.dimension import two_nn as two_nn
-    from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
+    from helmscope.observe.drift_and_swirl import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product

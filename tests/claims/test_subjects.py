@@ -35,7 +35,7 @@ def finding(case):
     still = hs.claims.Replicates(growth - growth.mean() - 1, of="prompts")
     return hs.claims.Finding(evidence=evidence, controls={"mean -2": still}, data=data)
 
-@hs.claims.experiment("planted-true", subjects=("model", "simulation"), defaults=(hs.Subject.simulation(),))
+@hs.claims.experiment("planted-true", subjects=("model", "simulation"), default_subjects=(hs.Subject.simulation(),))
 def one(case):
     why = None if case.subject.is_simulation else case.subject.unmet_premise(causal=True)
     if case.subject.is_simulation or why is not None:
@@ -81,17 +81,17 @@ def tiny(tmp_path: Path) -> Subject:
 BOTH = ["planted-false", "planted-true"]
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_two_claims_on_one_model_record_it_once(
-    tmp_path: Path, mine: Path, tiny: Subject, made: list[int], jobs: int
+    tmp_path: Path, mine: Path, tiny: Subject, made: list[int], workers: int
 ) -> None:
-    engine = None if jobs == 1 else Processes(jobs)
-    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subjects=[tiny], engine=engine)
+    engine = None if workers == 1 else Processes(workers)
+    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), claims_folder=mine, subjects=[tiny], engine=engine)
     assert made == [8, 2]  # all texts once, and two of them for what the model can do
     for trial in trials:
         assert trial.verdict.subject == "tiny"
         assert (trial.verdict.provenance.weights, trial.verdict.provenance.texts) == (tiny.weights, tiny.text_hash)
-    again = run_trial("planted-true", folder=mine, subject=tiny)
+    again = run_trial("planted-true", claims_folder=mine, subject=tiny)
     assert "looks untrained" in again.verdict.sentence
     assert again.verdict == trials[1].verdict
     assert again.data.identical(trials[1].data)
@@ -101,9 +101,9 @@ def test_a_single_claim_on_a_model_runs_in_another_process(
     tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
 ) -> None:
     to = RunFolder.create(tmp_path / "run")
-    (trial,) = run_trials(["planted-true"], to, folder=mine, subjects=[tiny], engine=Processes(2))
+    (trial,) = run_trials(["planted-true"], to, claims_folder=mine, subjects=[tiny], engine=Processes(2))
     assert made == []  # in this process
-    assert trial.verdict == run_trial("planted-true", folder=mine, subject=tiny).verdict
+    assert trial.verdict == run_trial("planted-true", claims_folder=mine, subject=tiny).verdict
 
 
 def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
@@ -118,21 +118,21 @@ def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path
 
 
 def test_an_impossible_premise_is_reported(mine: Path) -> None:
-    trial = run_trial("planted-true", folder=mine, subject=Subject(tiny_model("bert"), ROWS))
+    trial = run_trial("planted-true", claims_folder=mine, subject=Subject(tiny_model("bert"), ROWS))
     assert trial.verdict.ruling is Ruling.IMPOSSIBLE
     assert trial.verdict.interval is None
     assert trial.verdict.sentence.startswith("The claim needs attention that is causal, but that of BertForMaskedLM")
     assert trial.verdict.conditions == trial.verdict.controls == ()
     assert trial.verdict.provenance.weights
-    assert run_trial("planted-true", folder=mine).verdict.subject == "simulation"
+    assert run_trial("planted-true", claims_folder=mine).verdict.subject == "simulation"
 
 
 def test_a_run_resumes_only_with_the_same_model_and_texts(tmp_path: Path, mine: Path, tiny: Subject) -> None:
     to = RunFolder.create(tmp_path / "run")
-    first = run_trials(["planted-false"], to, folder=mine, subjects=[tiny])
-    assert run_trials(["planted-false"], to, folder=mine, subjects=[tiny])[0].verdict == first[0].verdict
+    first = run_trials(["planted-false"], to, claims_folder=mine, subjects=[tiny])
+    assert run_trials(["planted-false"], to, claims_folder=mine, subjects=[tiny])[0].verdict == first[0].verdict
     with pytest.raises(HelmscopeError, match="has another function or other parameters"):
-        run_trials(["planted-false"], to, folder=mine, subjects=[Subject(tiny.model, ROWS[:-1])])
+        run_trials(["planted-false"], to, claims_folder=mine, subjects=[Subject(tiny.model, ROWS[:-1])])
     data = {**tiny.as_data(), "identity": "0" * 64}
     with pytest.raises(HelmscopeError, match=r"subject is tiny .*, but when the run began it had the hash 0000"):
         _decode_subject(data)
@@ -148,13 +148,13 @@ def test_unsuitable_subjects_raise(tmp_path: Path, mine: Path) -> None:
     with pytest.raises(
         HelmscopeError, match="'planted-false' is simulation, but this claim can be tried on a model only"
     ):
-        run_trial("planted-false", folder=mine, subject=Subject.simulation())
+        run_trial("planted-false", claims_folder=mine, subject=Subject.simulation())
     with pytest.raises(HelmscopeError, match="other is given, but subject is not"):
-        run_trial("planted-false", folder=mine, other=tied)
+        run_trial("planted-false", claims_folder=mine, other=tied)
     with pytest.raises(HelmscopeError, match="other is A, but it must differ from subject"):
-        run_trial("planted-false", folder=mine, subject=a, other=Subject("A"))
+        run_trial("planted-false", claims_folder=mine, subject=a, other=Subject("A"))
     with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
-        run_trial("planted-false", folder=mine, subject="A")
+        run_trial("planted-false", claims_folder=mine, subject="A")
     with pytest.raises(HelmscopeError, match="other is an int, but it must be a Subject"):
         TrialCase(subject=a, other=3)
 
@@ -163,12 +163,12 @@ def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Su
     with pytest.raises(
         HelmscopeError, match="other of claim 'planted-false' is A, but this claim is tried on one subject"
     ):
-        run_trial("planted-false", folder=mine, subject=tiny, other=Subject("A"))
+        run_trial("planted-false", claims_folder=mine, subject=tiny, other=Subject("A"))
 
 
 def test_default_subjects(mine: Path) -> None:
     known = experiments(mine)
-    assert [subject.name for subject in known["planted-false"].defaults] == ["A", "B", "tied"]
+    assert [subject.name for subject in known["planted-false"].default_subjects] == ["A", "B", "tied"]
     assert known["planted-false"].case(3, quick=True) == TrialCase(3, True, Subject("A"))
     assert experiments()["rate"].case() == TrialCase()
     assert TrialCase().subject.is_simulation
@@ -179,7 +179,7 @@ def test_there_is_one_verdict_for_each_claim_and_subject(
 ) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path / "other")
     other = Subject(tmp_path / "other", ROWS)
-    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subjects=[tiny, other])
+    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), claims_folder=mine, subjects=[tiny, other])
     pairs = [(trial.verdict.subject, trial.verdict.claim) for trial in trials]
     assert pairs == [(name, claim) for name in ("tiny", "other") for claim in BOTH]
     assert made == [8, 2, 8, 2]  # subject by subject: each model is recorded once for both claims
@@ -216,11 +216,11 @@ def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: P
         ({"seconds": {}}, r"subjects of 'a' is \[\], but it must hold"),
         ({"seconds": {"simulation": 1, "modle": 2}}, "unknown subject of 'a' 'modle': did you mean 'model'?"),
         ({"seconds": {"model": 0}}, "seconds is 0, but it must be"),
-        ({"defaults": (3,)}, r"defaults of 'a' is \(3,\), but it must hold Subjects"),
+        ({"defaults": (3,)}, r"default_subjects of 'a' is \(3,\), but it must hold Subjects"),
         ({"defaults": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
         (
             {"subjects": ("model",), "compares": True, "defaults": (Subject("A"),)},
-            "defaults of 'a' holds 1 subjects, but a comparison needs 2",
+            "default_subjects of 'a' holds 1 subjects, but a comparison needs 2",
         ),
     ],
 )

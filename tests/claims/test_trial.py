@@ -54,12 +54,12 @@ def test_a_run_resumes_unless_its_claims_have_changed(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
     to = RunFolder.create(tmp_path / "run")
-    first = run_trials(["planted-true"], to, folder=mine)
-    assert run_trials(["planted-true"], to, folder=mine)[0].verdict == first[0].verdict
+    first = run_trials(["planted-true"], to, claims_folder=mine)
+    assert run_trials(["planted-true"], to, claims_folder=mine)[0].verdict == first[0].verdict
     path = mine / "planted-true.toml"
     path.write_text(path.read_text().replace("above = 0", "above = 0.5"))
     with pytest.raises(HelmscopeError, match="unit 'planted-true' has another function or other parameters"):
-        run_trials(["planted-true"], to, folder=mine)
+        run_trials(["planted-true"], to, claims_folder=mine)
 
 
 def test_sources_hash_the_entry_and_its_code() -> None:
@@ -74,7 +74,7 @@ def test_the_code_hash_of_a_users_claim_covers_all_files_of_the_folder(tmp_path:
     mine = tmp_path / "mine"
     shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_hash("planted-true", mine)
-    assert before == run_trial("planted-true", folder=mine, quick=True).verdict.provenance.code
+    assert before == run_trial("planted-true", claims_folder=mine, quick=True).verdict.provenance.code
     (mine / "helper.py").write_text("LEVEL = 1.0\n")
     added = code_hash("planted-true", mine)
     (mine / "helper.py").write_text("LEVEL = 2.0\n")
@@ -94,7 +94,7 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
         .replace("    return trial(case, -0.6)", f"    {rewrite}\n    return trial(case, -0.6)")
     )
     (mine / "planted.py").write_text(code)
-    assert run_trial("planted-false", folder=mine).verdict.ruling is Ruling.REFUTED
+    assert run_trial("planted-false", claims_folder=mine).verdict.ruling is Ruling.REFUTED
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_failing_experiment_is_reported_with_its_line_and_the_others_are_kept(
     (mine / "planted.py").write_text(code.replace("return trial(case, -0.6)", "print('hello'); assert case is None"))
     to = RunFolder.create(tmp_path / "run")
     with pytest.raises(TrialsFailed) as failed:
-        run_trials(["planted-false", "planted-true"], to, folder=mine)
+        run_trials(["planted-false", "planted-true"], to, claims_folder=mine)
     assert "experiment of 'planted-false' failed in planted.py, line 20: AssertionError" in str(failed.value)
     assert [trial.verdict.claim for trial in failed.value.trials] == ["planted-true"]
     assert [verdict.claim for verdict in to.read_verdicts()] == ["planted-true"]

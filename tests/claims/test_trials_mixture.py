@@ -87,7 +87,7 @@ def test_bic_by_scipy():
     """On the circle the law is SciPy's von Mises; 3 k - 1 parameters."""
     x0 = retract(TrialCase(quick=True).normal(4, 64, 2, stream=0))
     states = integrate(SA(beta=9.0), x0, times=[4.0], stepper=RK4(h=0.1)).states[0]
-    fitted = vmf_mixture(states, max_components=8, kappa_max=1e3)
+    fitted = vmf_mixture(states, max_components=8, max_kappa=1e3)
     for i, x in enumerate(states):
         k = fitted.count[i].item()
         theta = np.arctan2(*x.T.flip(0).numpy())
@@ -128,8 +128,8 @@ def test_a_beta_that_is_ignored_breaks_a_control(one_time, monkeypatch):
 
 
 def test_a_count_without_penalty_breaks_the_null(one_time, monkeypatch):
-    def likeliest(x, *, max_components, kappa_max):
-        fitted = vmf_mixture(x, max_components=max_components, kappa_max=kappa_max)
+    def likeliest(x, *, max_components, max_kappa):
+        fitted = vmf_mixture(x, max_components=max_components, max_kappa=max_kappa)
         free = (3 * torch.arange(1, max_components + 1) - 1) * np.log(x.shape[-2])
         return dataclasses.replace(fitted, count=(fitted.bic - free).argmin(-1) + 1)
 

@@ -26,8 +26,8 @@ from helmscope.geometry.sphere import retract
 from helmscope.models.bundled_models import ablated_training_history, story_texts
 from helmscope.models.load import load
 from helmscope.models.subject import Subject
-from helmscope.observe.identity import token_decoding_accuracy
 from helmscope.observe.pairs import cloud_statistics
+from helmscope.observe.token_decoding import token_decoding_accuracy
 from helmscope.types import HelmscopeError, Region, Ruling, Trajectory
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows
 from support.trials import interval, named

@@ -193,7 +193,7 @@ def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monke
     brief["gather.py"] = brief["gather.py"].replace(old, new).replace("batch=128", "batch=8")
     write_claim(tmp_path / "order", brief)
     with pytest.raises(hs.HelmscopeError) as raised:
-        hs.run_trial("tokens-gather", folder="order")
+        hs.run_trial("tokens-gather", claims_folder="order")
     assert str(raised.value).startswith(sentence)
     assert "\n" not in str(raised.value)
 
@@ -204,7 +204,7 @@ def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monke
         (["kuramto"], "unknown claim 'kuramto': did you mean 'kuramoto'?"),
         (["bridge-is-minimal"], "bridge-is-minimal.toml has no experiment: no function is decorated with"),
         (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
-        (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
+        (["kuramoto", "--workers", "0"], "workers is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),
         (["kuramoto", "--from", str(PLANTED)], "unknown claim 'kuramoto'"),
         (["kuramoto", "--resume"], "--resume is given, but the folder of the run is not: add --out FOLDER"),

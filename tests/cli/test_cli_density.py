@@ -269,7 +269,7 @@ REFUSED = {
     "--times 1,0": "times[1] is 0 after 1",
     "--times x": "times[0] is 'x'",
     "--tol 0": "tol is 0.0",
-    "--jobs 0": "jobs is 0",
+    "--workers 0": "workers is 0",
     "--plot figure.doc": "--plot is 'figure.doc', but it must end in one of .png, .svg, .pdf",
     "--resume": "--resume is given, but the folder of the run is not: add --out FOLDER",
 }

@@ -122,8 +122,8 @@ def test_one_line_per_quantity():
 
 
 def test_the_estimate_counts_forwards():
-    full = hs.jobs.estimate(MeasurementSpec(texts_count=4, tokens=8))
-    some = hs.jobs.estimate(MeasurementSpec(texts_count=4, tokens=8, only=["depth_steps"]))
+    full = hs.jobs.estimate(MeasurementSpec(text_count=4, tokens=8))
+    some = hs.jobs.estimate(MeasurementSpec(text_count=4, tokens=8, only=["depth_steps"]))
     assert full.work == f"{len(measurement_names())} measurements of 4 texts"
     assert full.seconds > some.seconds > 0
     assert run is hs.jobs.run

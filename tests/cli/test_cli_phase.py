@@ -222,7 +222,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
 def test_jobs_do_not_change_the_results_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
     assert helmscope(*SMALL, "--out", "serial")[0] == 0
     before = contents(tmp_path / "serial")
-    assert helmscope(*SMALL, "--jobs", "2", "--out", "parallel")[0] == 0
+    assert helmscope(*SMALL, "--workers", "2", "--out", "parallel")[0] == 0
     assert contents(tmp_path / "parallel") == before
     assert helmscope(*SMALL, "--out", "serial", "--resume")[0] == 0
     assert contents(tmp_path / "serial") == before
@@ -286,7 +286,7 @@ REFUSED = {
     "--dtype float16": "dtype is 'float16', but it must be one of float64, float32",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
     "--device nosuch": "device is 'nosuch'",
-    "--jobs 0": "jobs is 0",
+    "--workers 0": "workers is 0",
     "--threads 0": "threads is 0",
     "--max-memory lots": "max_memory is 'lots'",
     "--resume": "--resume is given, but the folder of the run is not: add --out FOLDER",

@@ -1,4 +1,4 @@
-"""Resumed runs: --resume, --jobs and ``helmscope runs``."""
+"""Resumed runs: --resume, --workers and ``helmscope runs``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
 
 def test_jobs_and_chunks_do_not_change_the_results(helmscope, tmp_path):
     assert helmscope(*WORDS, "--out", "serial")[0] == 0
-    assert helmscope(*WORDS, "--jobs", "2", "--max-memory", "8GB", "--out", "parallel")[0] == 0
+    assert helmscope(*WORDS, "--workers", "2", "--max-memory", "8GB", "--out", "parallel")[0] == 0
     assert contents(tmp_path / "serial") == contents(tmp_path / "parallel")
     assert helmscope(*WORDS, "--chunk", "5", "--out", "coarse")[0] == 0
     whole, coarse = (hs.store.RunFolder.open(name).read_results("trajectory") for name in ("serial", "coarse"))

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from helmscope.intervene import Arm, AttentionMode, Edit, FreezeNorm, NegateValues, only_one_mlp, without_one_mlp
+from helmscope.intervene import Arm, AttentionMode, Edit, FreezeRadius, NegateValues, only_one_mlp, without_one_mlp
 from helmscope.intervene.arms import ARMS
 from helmscope.models.load import load
 from helmscope.models.record import record
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -226,10 +226,10 @@ def test_what_a_model_does_not_have():
         Arm(mlp=[3]).edits(recording)
     bert = record(tiny_model("bert"), inputs_of("bert"))
     with pytest.raises(HelmscopeError, match="post-norm"):
-        bert.under(FreezeNorm(bert))
+        bert.under(FreezeRadius(bert))
     bloom = record(tiny_model("bloom"), inputs_of("bloom"))
     with pytest.raises(HelmscopeError, match="registry"):
         ARMS[6].edits(bloom)
     other = record(tiny_model("gpt2"), inputs_of("gpt2", batch=2))
     with pytest.raises(HelmscopeError, match="source has"):
-        recording.under(FreezeNorm(other))
+        recording.under(FreezeRadius(other))

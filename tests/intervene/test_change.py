@@ -10,7 +10,7 @@ from helmscope.intervene.change import edited, with_parameters
 from helmscope.intervene.states import Ablate, Add, Patch, Replace
 from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError
 from support.model_families import CLASSES, inputs_of, tiny_model
 
@@ -399,7 +399,7 @@ def test_the_repr_of_an_edit_is_one_line():
 def test_writes_of_an_edited_run_are_kept(case):
     _, _, recording = case
     off = recording.under(Ablate([0], site=Site.ATTENTION), keep=KeptTensors.WRITES | KeptTensors.KERNELS)
-    assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
+    assert torch.equal(off.kept["kernel"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
     assert off.kept["attention write"][0].abs().max() == 0
     wanted = recording.under(Replace([2], site=Site.MLP, value=off.kept["mlp write"][2])).logits()
     assert torch.equal(recording.under(Patch([2], site=Site.MLP, source=off)).logits(), wanted)

@@ -12,7 +12,7 @@ import torch
 import helmscope as hs
 from helmscope.intervene.edit import Edit
 from helmscope.models.record import record
-from helmscope.models.watch import OF_CROSS, EditContext, Site
+from helmscope.models.sites import OF_CROSS, EditContext, Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -225,7 +225,7 @@ def reads_no_key(value):
     [
         (Edit(Site.MLP, [1], divides_by_zero), "MLP in layer 1: ZeroDivisionError: .*division", ZeroDivisionError),
         (Edit(Site.MLP, [2], reads_no_key), "MLP in layer 2: KeyError: 'missing'", KeyError),
-        (hs.intervene.ReplaceKernel([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
+        (hs.intervene.ReplaceKernel([0], function=divides_by_zero), "KERNEL in layer 0: ZeroDiv", ZeroDivisionError),
     ],
 )
 def test_an_error_in_the_function_of_an_edit_is_reported_as_one(edit, words, cause):

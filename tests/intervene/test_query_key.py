@@ -6,7 +6,7 @@ import torch
 
 from helmscope.intervene import CenteredKeyNoise, Edit, GaugeTransform, MatchedQueryNoise, Perturb, ShiftKeys
 from helmscope.models import KeptTensors, record
-from helmscope.models.watch import EditContext, Site
+from helmscope.models.sites import EditContext, Site
 from helmscope.observe import damage_under_edits, key_noise_kl, query_noise_kl
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -135,7 +135,7 @@ def test_matched_noise_by_loops_and_its_law(family):
     recording = recorded(family, torch.float64, keep=QK, batch_size=2)
     found = MatchedQueryNoise.of(recording, sigma=0.1).sigma
     relative = MatchedQueryNoise.of(recording, relative=0.1).sigma
-    queries, keys, weights = (recording.kept[name] for name in ("query", "key", "weights"))
+    queries, keys, weights = (recording.kept[name] for name in ("query", "key", "kernel"))
     repeats = queries.shape[2] // keys.shape[2]
     assert repeats == (1 if family == "gpt2" else 2)
     for layer, text, head, i in ((0, 0, 0, 3), (1, 2, 3, 12), (1, 1, 2, 1)):

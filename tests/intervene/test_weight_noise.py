@@ -6,7 +6,7 @@ import torch
 
 from helmscope.intervene import WeightNoise, with_parameters
 from helmscope.models import record
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 

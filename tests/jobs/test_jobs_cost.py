@@ -87,7 +87,7 @@ def test_the_time_at_which_systems_come_to_rest_is_found():
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
 def test_the_step_limit_is_announced(monkeypatch, limit, seconds):
     """No measured time changes whether the limit is announced, nor where."""
-    monkeypatch.setattr("helmscope.jobs.sample.MOST_STEPS", 100)
+    monkeypatch.setattr("helmscope.jobs.sample.MAX_STEPS", 100)
     monkeypatch.setattr("helmscope.jobs.simulate.make_stepper", lambda spec: hs.DormandPrince(max_steps=limit))
     ticks = itertools.count()
     monkeypatch.setattr("helmscope.jobs.cost.time.process_time", lambda: seconds * (1 + next(ticks)))

@@ -267,7 +267,7 @@ def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path)
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
     hs.runs.run_units([hs.runs.Unit("one", os.getcwd)], folder)
     (folder.path / "units" / "one.json").unlink()
-    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec(folder="evil")))
+    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec(claims_folder="evil")))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert (run["resume"], run["resume_refused"] != "") == ("", True)
     folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec()))

@@ -133,13 +133,13 @@ def test_the_round_trip_through_toml_preserves_every_spec(spec: Spec) -> None:
 
 
 def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
-    spec = TrialsSpec(claims=["rate"], folder='a "quoted"\n\x7f\\folder')
+    spec = TrialsSpec(claims=["rate"], claims_folder='a "quoted"\n\x7f\\folder')
     write_spec(spec, tmp_path / "spec.toml")
     assert read_spec(tmp_path / "spec.toml") == read_spec(tmp_path) == spec
     refused(lambda: read_spec(tmp_path / "none.toml"), "cannot read", "none.toml", "No such file")
     (tmp_path / "latin.toml").write_bytes(b'job = "\xe9"')
     refused(lambda: read_spec(tmp_path / "latin.toml"), "latin.toml is not UTF-8 text")
-    refused(lambda: spec_to_toml(TrialsSpec(folder="\udcff")), "folder of the trials spec", "UTF-8")
+    refused(lambda: spec_to_toml(TrialsSpec(claims_folder="\udcff")), "claims_folder of the trials spec", "UTF-8")
 
 
 def test_equal_jobs_have_equal_specs() -> None:

@@ -13,16 +13,16 @@ import torch
 from helmscope.fields.attention import SA
 from helmscope.kernels.choose import using_summation
 from helmscope.kernels.dense import attention_sum, logits
-from helmscope.kernels.flash import Flash, Plan
+from helmscope.kernels.flash import Flash, LaunchConfig
 from helmscope.kernels.request import AttentionSum, Request, Summation
 from support.children import run_python
 from support.summation_cases import random_request
 
 SIZES = (1, 64, 130)
 WIDTHS = (2, 16, 17, 64, 100, 130)  # every plan
-SMALL = Plan(queries=32, keys=16, warps=4, stages=2, compensated=True)  # several blocks at n = 50
+SMALL = LaunchConfig(queries=32, keys=16, warps=4, stages=2, compensated=True)  # several blocks at n = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = Plan(queries=16, keys=32, warps=4, stages=2)  # key blocks are longer than query blocks
+WIDE = LaunchConfig(queries=16, keys=32, warps=4, stages=2)  # key blocks are longer than query blocks
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +44,7 @@ def moved(request: Request) -> Request:
     return replace(request, **named)
 
 
-def flash(request: Request, plan: Plan | None = None) -> AttentionSum:
+def flash(request: Request, plan: LaunchConfig | None = None) -> AttentionSum:
     """The sums by ``Flash``, moved to the CPU."""
     kernel, request = Flash(plan), moved(request)
     assert kernel.unsupported_reason(request) is None
@@ -62,7 +62,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return (torch.linalg.vector_norm(got.double() - want) / torch.linalg.vector_norm(want).clamp(min=1e-300)).item()
 
 
-def errors(request: Request, plan: Plan | None = None) -> tuple[float, float, float]:
+def errors(request: Request, plan: LaunchConfig | None = None) -> tuple[float, float, float]:
     """Relative errors of mean, total and mass, the last two on the scale of the exact sums."""
     got, want = flash(request, plan), exact(request)
     assert got.total.dtype == got.mass.dtype == got.shift.dtype == torch.float32
@@ -74,7 +74,7 @@ def errors(request: Request, plan: Plan | None = None) -> tuple[float, float, fl
     return relative_error(got.mean, want.mean), relative_error(total, want.total), relative_error(mass, want.mass)
 
 
-def assert_exact(request: Request, plan: Plan | None = None, *, rel: float = 1e-6) -> None:
+def assert_exact(request: Request, plan: LaunchConfig | None = None, *, rel: float = 1e-6) -> None:
     assert max(errors(request, plan)) <= rel
 
 
@@ -241,7 +241,7 @@ def test_rounding_errors_between_blocks_are_compensated():
     key = torch.full((512, 1), 10 * math.log(2))
     key[:256] = 0.0
     request = Request(torch.ones(512, 1), key, value)
-    plan = Plan(queries=512, keys=16, warps=4, stages=2, compensated=True)
+    plan = LaunchConfig(queries=512, keys=16, warps=4, stages=2, compensated=True)
     compensated, plain = (
         flash(request, p).total.double()[0, 0] * 2**10 - 1 for p in (plan, replace(plan, compensated=False))
     )

@@ -12,7 +12,7 @@ import torch
 from helmscope.fields.attention import SA, USA, Attention
 from helmscope.geometry.sphere import retract
 from helmscope.kernels import fused
-from helmscope.kernels.fused import Clustering, Tuning, fused_clustering, fused_refuses, launch
+from helmscope.kernels.fused import Clustering, LaunchConfig, fused_clustering, fused_refuses, launch
 from helmscope.observe.inner_products import close_pair_share
 from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
@@ -129,7 +129,7 @@ def test_sums_over_coordinates_agree_with_matrix_products(d: int) -> None:
     flows = fused._checked_flows(5, [0.3, 0.6], torch.tensor([3.0]), torch.tensor([1]), None, True)
     task = fused.Task(flows, 4, normalized=True, causal=False, near=0.9, stop=False, keep_states=True)
     x = cloud(1, 5, d, spread=0.5).float()
-    sums, products = (to_cpu(launch(x.to(DEVICE), task, Tuning(products, warps=1))) for products in (False, True))
+    sums, products = (to_cpu(launch(x.to(DEVICE), task, LaunchConfig(products, warps=1))) for products in (False, True))
     assert float((sums.states - products.states).abs().max()) < 2e-7
     assert torch.equal(sums.met, products.met)
     assert float((sums.states - x).abs().max()) > 0.05

@@ -11,7 +11,7 @@ import torch
 from helmscope.kernels.choose import token_sum, using_summation
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.harmonic import Harmonic, harmonic_degree
-from helmscope.kernels.harmonic_gpu import Partition, gpu_sums
+from helmscope.kernels.harmonic_gpu import LaunchConfig, gpu_sums
 from helmscope.kernels.request import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +83,7 @@ def test_a_system_does_not_depend_on_its_batch_and_a_nan_affects_only_its_system
     x, mass = cloud(70, d, batch=2), torch.rand(2, 70, generator=torch.Generator().manual_seed(2))
     x[0, 5, d - 1] = NAN
     # several parts with several steps each, some of them beyond the last token
-    partitions = (Partition(16, 3, 4), Partition(16, 3, 4))
+    partitions = (LaunchConfig(16, 3, 4), LaunchConfig(16, 3, 4))
     with_nan, clean = over_scale(x, 0.5, mass, partitions=partitions)
     assert bool(with_nan.isnan().all())
     assert torch.equal(clean, over_scale(x[1:], 0.5, mass[1:], partitions=partitions)[0])
@@ -92,9 +92,14 @@ def test_a_system_does_not_depend_on_its_batch_and_a_nan_affects_only_its_system
 
 @pytest.mark.parametrize(
     ("n", "partition"),
-    [(1, Partition(16, 4, 4)), (64, Partition(16, 4, 4)), (65, Partition(16, 4, 4)), (10**7, Partition(32, 512, 4))],
+    [
+        (1, LaunchConfig(16, 4, 4)),
+        (64, LaunchConfig(16, 4, 4)),
+        (65, LaunchConfig(16, 4, 4)),
+        (10**7, LaunchConfig(32, 512, 4)),
+    ],
 )
-def test_a_partition_covers_every_token_without_idle_programs(n: int, partition: Partition) -> None:
+def test_a_partition_covers_every_token_without_idle_programs(n: int, partition: LaunchConfig) -> None:
     parts, steps = partition.programs_and_steps(n)
     assert 1 <= parts <= partition.programs
     assert (parts - 1) * steps * partition.tokens < n <= parts * steps * partition.tokens

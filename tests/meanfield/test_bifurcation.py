@@ -70,7 +70,7 @@ def test_usa_at_low_temperature_has_hysteresis() -> None:
 
 def test_the_fold_separates_clusters_from_none() -> None:
     field, grid = hs.USA(beta=3.0), ZonalGrid(dim=3, degree=40)
-    fold = clustered_branch(field, grid, smallest_nu=0.8).fold_nu
+    fold = clustered_branch(field, grid, min_nu=0.8).fold_nu
     below = stationary_density(field, grid, IsotropicNoise(fold * (1 - 1e-5)))
     above = stationary_density(field, grid, IsotropicNoise(fold * (1 + 1e-3)))
     assert below.stable
@@ -81,7 +81,7 @@ def test_the_fold_separates_clusters_from_none() -> None:
 
 def test_every_point_of_the_branch_is_stationary() -> None:
     grid = ZonalGrid(dim=4, degree=36)
-    branch = clustered_branch(hs.USA(beta=2.0), grid, smallest_nu=0.3)
+    branch = clustered_branch(hs.USA(beta=2.0), grid, min_nu=0.3)
     assert bool((np.diff(branch.order) > 0).all())
     for k in (5, len(branch.nu) // 2, -1):
         found = stationary_density(

@@ -34,8 +34,8 @@ def random_symmetric(seed: int, dim: int = 5) -> torch.Tensor:
 def test_the_counterexample() -> None:
     """A gradient drift, S = S^T, that whitening turns into one with a swirl."""
     result = whiten(S, SIGMA)
-    assert torch.allclose(result.drift, torch.tensor([[1, 1], [0.25, 2]], dtype=torch.float64), atol=1e-15)
-    assert abs(float((result.drift - result.drift.mT)[0, 1]) / 2 - 0.375) < 1e-15
+    assert torch.allclose(result.stiffness, torch.tensor([[1, 1], [0.25, 2]], dtype=torch.float64), atol=1e-15)
+    assert abs(float((result.stiffness - result.stiffness.mT)[0, 1]) / 2 - 0.375) < 1e-15
     assert result.antisymmetric_share_before == 0
     assert abs(result.antisymmetric_share - 0.375 * math.sqrt(2) / math.sqrt(6.0625)) < 1e-15
     assert result.commutator > 0.1
@@ -57,7 +57,7 @@ def test_when_it_gives_a_gradient_flow() -> None:
         assert (result.asymmetry < 1e-12) is expected
         assert (float(stationary_current(drift, sigma).norm()) < 1e-12) is expected
         root = torch.linalg.inv((vectors * values.sqrt()) @ vectors.mT)
-        assert torch.allclose(result.drift, root @ drift @ torch.linalg.inv(root), atol=1e-12)
+        assert torch.allclose(result.stiffness, root @ drift @ torch.linalg.inv(root), atol=1e-12)
     assert whiten(commuting, sigma).commutator < 1e-14
     assert whiten(sigma @ hessian, sigma).commutator > 1e-2  # mobility needs no commuting
 
@@ -69,7 +69,7 @@ def test_singular_noise() -> None:
     block[:2, :2], block[2, 2] = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64)), 5.0
     inside = whiten(block, sigma)
     assert inside.gives_gradient_flow
-    assert inside.drift.shape == (2, 2)
+    assert inside.stiffness.shape == (2, 2)
     assert inside.axes.shape == (3, 2)
     leaking = block.clone()
     leaking[2, 0] = leaking[0, 2] = 0.5
@@ -79,7 +79,7 @@ def test_singular_noise() -> None:
     assert outside.antisymmetric_share < 1e-14
     twisted = block.clone()
     twisted[:2, :2] = S
-    values = np.sort(np.linalg.eigvals(whiten(twisted, sigma).drift.numpy()).real)
+    values = np.sort(np.linalg.eigvals(whiten(twisted, sigma).stiffness.numpy()).real)
     assert np.allclose(values, np.linalg.eigvalsh(S.numpy()))  # similar matrices
     assert abs(whiten(twisted, sigma).antisymmetric_share - whiten(S, SIGMA).antisymmetric_share) < 1e-14
     assert is_gradient_flow(sigma @ random_symmetric(2, 3), sigma)  # mobility
@@ -138,13 +138,13 @@ def test_scalar_diffusion_on_the_sphere() -> None:
 def test_bad_input() -> None:
     start = Density.uniform(CircleGrid(degree=8))
     for call, message in (
-        (lambda: whiten(S[0], SIGMA), "drift is"),
-        (lambda: whiten(S, torch.eye(3)), "sigma has shape"),
-        (lambda: whiten(S, S + torch.triu(S, 1)), "sigma is not symmetric"),
-        (lambda: whiten(S, -SIGMA), "sigma has the eigenvalues -4 to -1"),
-        (lambda: whiten(S, 0 * SIGMA), "sigma has the eigenvalues 0 to 0"),
-        (lambda: whiten(S * math.nan, SIGMA), "drift is"),
-        (lambda: stationary_current(-S, SIGMA), "drift has an eigenvalue with real part"),
+        (lambda: whiten(S[0], SIGMA), "stiffness is"),
+        (lambda: whiten(S, torch.eye(3)), "diffusion has shape"),
+        (lambda: whiten(S, S + torch.triu(S, 1)), "diffusion is not symmetric"),
+        (lambda: whiten(S, -SIGMA), "diffusion has the eigenvalues -4 to -1"),
+        (lambda: whiten(S, 0 * SIGMA), "diffusion has the eigenvalues 0 to 0"),
+        (lambda: whiten(S * math.nan, SIGMA), "stiffness is"),
+        (lambda: stationary_current(-S, SIGMA), "stiffness has an eigenvalue with real part"),
         (lambda: scalar_diffusion_error(None, S, IsotropicNoise(0.1), times=[1.0]), "start is"),
         (lambda: scalar_diffusion_error(None, start, None, times=[1.0]), "noise is None"),
     ):

@@ -11,8 +11,8 @@ from helmscope.models.anatomy import find_anatomy
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder, ResidualStream
+from helmscope.models.sites import Site
 from helmscope.models.tap import Attended
-from helmscope.models.watch import Site
 from helmscope.types import Half, HelmscopeError
 from support.model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
@@ -78,8 +78,8 @@ def test_a_replay_shows_cross_attention_as_a_half_of_its_own(family, batch_size)
         assert torch.equal(instrument.put_together(half, "write"), kept[f"{half.value} write"])
     for name, own in (("query", "cross query"), ("key", "cross key"), ("value", "cross value")):
         assert torch.equal(instrument.put_together(Half.CROSS, name), kept[own])
-    assert torch.equal(instrument.put_together(Half.CROSS, "kernel"), kept["cross weights"])
-    assert torch.equal(instrument.put_together(Half.ATTENTION, "kernel"), kept["weights"])
+    assert torch.equal(instrument.put_together(Half.CROSS, "kernel"), kept["cross kernel"])
+    assert torch.equal(instrument.put_together(Half.ATTENTION, "kernel"), kept["kernel"])
     memory = memory_by_hand(model, inputs)
     shown = instrument.put_together(Half.CROSS, "memory")
     assert all((each - memory).abs().max() <= 1e-12 * memory.abs().max() for each in shown)
@@ -235,7 +235,7 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     assert twin.certificate.ok
     encoder = hs.Subject(model.get_encoder(), ids.tolist())
     assert encoder.unmet_premise("cross_kernel").endswith("has no cross-attention")
-    found = hs.models.diagnose(model, texts_count=10, tokens=16)
+    found = hs.models.diagnose(model, text_count=10, tokens=16)
     assert found.ok
     assert "\nencoder\nok    topology" in str(found)
     assert found.trajectory_bytes == (10 + 7) * 10 * 16 * (32 + 2) * 4

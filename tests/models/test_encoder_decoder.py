@@ -14,10 +14,10 @@ from helmscope.intervene.attention import AblateHead, Perturb, ReplaceKernel
 from helmscope.intervene.change import edited
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
-from helmscope.models.hooks import watching
+from helmscope.models.hooks import hooked
 from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError
 from support.model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
@@ -190,7 +190,7 @@ def test_logits_are_bit_equal_with_and_without(recorded):
     inputs = pair_inputs() | recording.anatomy.options  # with a cache the last bits are others
     with torch.no_grad():
         before = model(**inputs)[0]
-        with watching(recording.anatomy, observers=[Everything()]):
+        with hooked(recording.anatomy, observers=[Everything()]):
             inside = model(**inputs)[0]
         assert torch.equal(before, model(**inputs)[0])
     assert torch.equal(before, inside)
@@ -230,7 +230,7 @@ def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
 def test_edits_inside_cross_attention(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
     recording = record(model, inputs, keep=KeptTensors.KERNELS | KeptTensors.VALUES)
-    assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross weights"][1])
+    assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross kernel"][1])
 
     def first_alone(mask):
         hidden = torch.ones(7, 11, dtype=torch.bool)
@@ -363,7 +363,7 @@ def test_what_is_not_there_is_refused():
     recording = record(tiny_model("bart"), pair_inputs())
     with pytest.raises(HelmscopeError, match="encoder is a Recording of another model or of other texts"):
         recording.under(encoder=record(tiny_model("bart"), pair_inputs()).encoder)
-    with pytest.raises(HelmscopeError, match=r"source has 3 layers of 2 sub-steps of .* the model has 3 of 3"):
+    with pytest.raises(HelmscopeError, match=r"system has 3 layers of 2 sub-steps of .* the model has 3 of 3"):
         recording.under(Patch([1], site=Site.INPUT, source=recording.encoder))
     with pytest.raises(HelmscopeError, match="depth is 10, but this recording has depths 0 to 9"):
         recording.stream(depth=10)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helmscope.models.hooks import watching
+from helmscope.models.hooks import hooked
 from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from support.model_families import CLASSES, FAMILIES, inputs_of, tiny_model
 
 OUTSIDE = ("gptj", "bloom", "falcon", "mpnet")  # families outside the registry, whose attention is captured
@@ -46,7 +46,7 @@ def test_the_certificate(recorded):
     assert str(recording.anatomy).startswith(TOPOLOGY.get(family, "sequential pre-norm;").rstrip(";"))
     assert recording.anatomy.centered == (family in CENTERED)
     assert recording.anatomy.tapped == (family not in OUTSIDE)
-    assert recording.anatomy.overheard == (family in OUTSIDE)
+    assert recording.anatomy.captured == (family in OUTSIDE)
     assert recording.certificate["heads"].value <= 1e-5
     assert recording.certificate["residual"].value <= 1e-5
     assert recording.certificate["mlp"].value <= 1e-5
@@ -93,7 +93,7 @@ def test_logits_are_bit_identical_with_and_without_hooks(recorded, implementatio
     name = "pixel_values" if family == "vit" else "input_ids"
     with torch.no_grad():
         before = model(**{name: ids})[0]
-        with watching(recording.anatomy, observers=[Everything()]):
+        with hooked(recording.anatomy, observers=[Everything()]):
             inside = model(**{name: ids}, **recording.anatomy.options)[0]
         after = model(**{name: ids})[0]
     assert torch.equal(before, after)
@@ -171,7 +171,7 @@ def test_in_double_precision(family):
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("site", [Site.ATTENTION, Site.MLP, Site.MIDDLE])
 def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
-    """A recorder receives another write, or another mid state, than that of the model."""
+    """A recorder receives another write, or another middle state, than that of the model."""
     from helmscope.models.recorder import Recorder
 
     honest = Recorder.state

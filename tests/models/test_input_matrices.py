@@ -5,7 +5,7 @@ import torch
 
 from helmscope.models import KeptTensors, record
 from helmscope.models.input_matrices import input_matrices
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 

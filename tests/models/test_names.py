@@ -31,7 +31,7 @@ def test_what_names_no_head_is_refused(name):
 
 
 def test_one_head_and_several_are_not_given_at_once():
-    with pytest.raises(HelmscopeError, match="layer is 1 and layers is given too, but one of them says which"):
+    with pytest.raises(HelmscopeError, match="layer is 1 and layers is given too: pass either"):
         hs.intervene.AblateHead([1], heads=[2], layer=1)
     with pytest.raises(HelmscopeError, match="head is 0 and heads is given too"):
         hs.intervene.AblateHead([1], heads=[2], head=0)

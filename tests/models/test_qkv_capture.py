@@ -45,7 +45,7 @@ def test_the_heads_of_mpnet_are_its_own(batch_size):
             torch.testing.assert_close(kept[full][layer], wanted, rtol=0, atol=1e-6)
         bias = model.mpnet.encoder.compute_position_bias(torch.zeros(3, 13, 32)).detach()
         weights = torch.softmax(kept["query"][layer] @ kept["key"][layer].mT / 8**0.5 + bias, -1)
-        torch.testing.assert_close(kept["weights"][layer], weights, rtol=0, atol=1e-6)
+        torch.testing.assert_close(kept["kernel"][layer], weights, rtol=0, atol=1e-6)
         torch.testing.assert_close(kept["attention write"][layer], own[f"{stem}.o"], rtol=0, atol=1e-6)
 
 
@@ -76,7 +76,7 @@ def test_the_weights_follow_from_them(family, dtype):
     key = kept["key"].double().repeat_interleave(kept["query"].shape[2] // kept["key"].shape[2], 2)
     logits = kept["query"].double() @ key.mT / 8**0.5
     seen = torch.ones(13, 13, dtype=torch.bool).tril()
-    rest = kept["weights"].double().log() - logits
+    rest = kept["kernel"].double().log() - logits
     rest = (rest - rest[..., :1])[..., seen]  # the same for every text
     size = 0.1 if dtype == torch.bfloat16 else 1e-4
     assert (rest[:, 1:] - rest[:, :1]).abs().max() < size
@@ -113,4 +113,4 @@ def test_logits_of_another_form_are_not_taken_for_those_of_q_and_k():
         )
         capped = record(model, inputs_of("gpt2"))
     assert capped.certificate["heads"].ok is None
-    assert not capped.anatomy.overheard
+    assert not capped.anatomy.captured

@@ -157,7 +157,7 @@ def test_one_of_a_kind_is_singular():
     assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
     assert repr(recording.runner.under(hs.intervene.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
     assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
-    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, texts_count=1, tokens=1))
+    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, text_count=1, tokens=1))
     with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
         _ = hs.Subject("A", ["Lily"]).test
 
@@ -181,7 +181,7 @@ def test_a_default_device_without_values_does_no_harm():
         found = record(model, ids)
         noisy = found.under(hs.intervene.Perturb(site=hs.Site.KEY, sigma=0.1))
         assert hs.models.untrained_twin(model, seed=1).model.device.type == "cpu"
-        assert hs.models.diagnose(model, texts_count=1, tokens=4).certificate.ok
+        assert hs.models.diagnose(model, text_count=1, tokens=4).certificate.ok
     finally:
         torch.set_default_device(None)
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
@@ -286,7 +286,7 @@ def test_a_layer_is_asked_for_by_its_name_and_number():
     """A loop over layers reads every layer once, as edits count them."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.KeptTensors.KERNELS)
     for layer in recording.layers:
-        assert torch.equal(recording.kernel(layer=layer), recording.kept["weights"][layer])
+        assert torch.equal(recording.kernel(layer=layer), recording.kept["kernel"][layer])
     with pytest.raises(TypeError):
         recording.kernel(0)
     for ask in (recording.kernel, recording.force, recording.points):
@@ -414,14 +414,14 @@ def test_instruments_see_what_is_kept():
         "query": (3, 3, 4, 13, 8),
         "key": (3, 3, 2, 13, 8),
         "value": (3, 3, 2, 13, 8),
-        "weights": (3, 3, 4, 13, 13),
+        "kernel": (3, 3, 4, 13, 13),
         "attention write": (3, 3, 13, 32),
         "mlp write": (3, 3, 13, 32),
     }
     wide = kept["key"].repeat_interleave(2, 2)
     logits = kept["query"] @ wide.mT / 8**0.5
     hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
-    assert (torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) - kept["weights"]).abs().max() < 1e-6
+    assert (torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) - kept["kernel"]).abs().max() < 1e-6
     streams = torch.stack([recording.stream(depth=depth) for depth in range(7)])
     assert (streams[0::2][:-1] + kept["attention write"] - streams[1::2]).abs().max() < 1e-6
     assert (streams[1::2] + kept["mlp write"] - streams[2::2]).abs().max() < 1e-6
@@ -429,8 +429,8 @@ def test_instruments_see_what_is_kept():
     seen = plain.replay(Entropy())["entropy"].entropy
     assert seen.shape == (3, 3, 4)
     for layer in range(3):
-        assert torch.equal(plain.kernel(layer=layer), kept["weights"][layer])
-        rows = torch.special.entr(kept["weights"][layer]).sum(-1).mean(-1)
+        assert torch.equal(plain.kernel(layer=layer), kept["kernel"][layer])
+        rows = torch.special.entr(kept["kernel"][layer]).sum(-1).mean(-1)
         assert seen[layer].values == pytest.approx(rows.numpy(), rel=1e-6)
     assert not plain.kept
 
@@ -450,7 +450,7 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="returns only its attention weights"):
         record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.QUERIES)
-    assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.KERNELS).kept["weights"].shape[0] == 3
+    assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.KERNELS).kept["kernel"].shape[0] == 3
 
 
 def test_a_state_that_is_not_finite_is_named():
@@ -674,7 +674,7 @@ def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
-    told = str(hs.models.diagnose(tmp_path, texts_count=3, tokens=100))
+    told = str(hs.models.diagnose(tmp_path, text_count=3, tokens=100))
     assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
     assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
     assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))

@@ -83,7 +83,7 @@ def test_what_passes_is_what_was_recorded(family, batch_size):
     alike(instrument.put_together(Half.ATTENTION, "direction"), path.states[:-1:2], 1e-13)
     for name in ("query", "key", "value"):
         alike(instrument.put_together(Half.ATTENTION, name), kept[name], 1e-13)
-    alike(instrument.put_together(Half.ATTENTION, "kernel"), kept["weights"], 1e-13)
+    alike(instrument.put_together(Half.ATTENTION, "kernel"), kept["kernel"], 1e-13)
     for half in (Half.ATTENTION, Half.MLP):
         alike(instrument.put_together(half, "write"), kept[f"{half.value} write"], 1e-13)
     depths = [2 * layer + (own[layer].wiring.kind is not Kind.PARALLEL) for layer in range(3)]

@@ -9,7 +9,7 @@ import torch
 
 import helmscope as hs
 from helmscope.models.record import record
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import helmscope as hs
 from helmscope.models.record import record
-from helmscope.models.tokenizer import MOST_GROWTH, growth, without_backtraces
+from helmscope.models.tokenizer import MAX_GROWTH, growth, without_backtraces
 from helmscope.types import HelmscopeError
 from support.children import run_python
 from support.model_families import tiny_model
@@ -197,7 +197,7 @@ def test_rules_of_a_tokenizer_in_memory_are_checked_too():
 
 
 def test_a_file_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("helmscope.models.tokenizer.MOST_BYTES", 100)
+    monkeypatch.setattr("helmscope.models.tokenizer.MAX_BYTES", 100)
     assert "bytes, but at most 100 are read" in hs.load(folder_with(tmp_path)).tokenizer_error
 
 
@@ -218,7 +218,7 @@ def test_the_rules_in_use_are_far_from_the_bound(tmp_path):
     assert (
         growth(parts["normalizer"]) * growth(parts["pre_tokenizer"]) * growth(parts["post_processor"]) == 18 * 3 * 2 * 3
     )
-    assert MOST_GROWTH > 5 * 18 * 3 * 2 * 3
+    assert MAX_GROWTH > 5 * 18 * 3 * 2 * 3
     level = json.loads(pre_tokenizers.ByteLevel().__getstate__())
     assert hs.load(folder_with(tmp_path, pre_tokenizer=level)).tokenizer is not None
 

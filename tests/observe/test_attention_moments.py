@@ -141,7 +141,7 @@ def check_against_loops(system):
         expected = {name: mean(value, weights[:, None]) for name, value in per_head.items()}
         expected |= {name: mean(value, weights) for name, value in total.items()}
         average = (weights[..., None] * moved).sum(1) / weights.sum(1)[:, None]
-        expected["mean_drift_norm"] = np.linalg.norm(average, axis=-1)
+        expected["norm_of_mean_drift"] = np.linalg.norm(average, axis=-1)
         for dataset in (measured[name] for name in ("attention_drift", "attention_noise", "attention_noise_spectrum")):
             for name in dataset.data_vars:
                 if name in expected:

@@ -19,7 +19,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.geometry.surface import divergence
 from helmscope.intervene.edit import Edit
 from helmscope.models.record import record
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.solve.integrate import integrate
@@ -163,7 +163,7 @@ class Outputs(hs.Instrument):
 def test_models_against_finite_differences(family):
     """LayerNorm, rotary phases with grouped keys, norms of the queries, and post-norm."""
     recording = record(tiny_model(family, dtype=F64), inputs_of(family, batch=2, n=4))
-    measured = attention_surface_divergence(recording, probes=EXACT, per_token=True)
+    measured = attention_surface_divergence(recording, random_signs=EXACT, per_token=True)
     known, matrices, h = Heads(), Outputs(), 1e-4
     recording.runner.forward(known)
     recording.replay(matrices)
@@ -196,12 +196,15 @@ def test_models_against_finite_differences(family):
 
 def test_estimates_are_unbiased_and_do_not_depend_on_chunks():
     model = tiny_model("gpt2", dtype=F64)
-    exact = attention_surface_divergence(record(model, PADDED), probes=EXACT)
-    whole = attention_surface_divergence(record(model, PADDED), probes=2, seed=1)
-    small = attention_surface_divergence(record(model, PADDED, batch_size=1), probes=2, seed=1)
+    exact = attention_surface_divergence(record(model, PADDED), random_signs=EXACT)
+    whole = attention_surface_divergence(record(model, PADDED), random_signs=2, seed=1)
+    small = attention_surface_divergence(record(model, PADDED, batch_size=1), random_signs=2, seed=1)
     np.testing.assert_allclose(whole.surface_divergence.values, small.surface_divergence.values, atol=1e-12)
     draws = np.stack(
-        [attention_surface_divergence(record(model, PADDED), probes=2, seed=k).surface_divergence for k in range(40)]
+        [
+            attention_surface_divergence(record(model, PADDED), random_signs=2, seed=k).surface_divergence
+            for k in range(40)
+        ]
     )
     error = (draws.mean(0) - exact.surface_divergence.values) / (draws.std(0) / np.sqrt(40) + 1e-12)
     assert np.abs(error).max() < 4.5
@@ -211,8 +214,8 @@ def test_estimates_are_unbiased_and_do_not_depend_on_chunks():
 
 def test_padding_changes_nothing():
     model = tiny_model("bert", dtype=F64)
-    together = attention_surface_divergence(record(model, PADDED), probes=EXACT, per_token=True)
-    alone = attention_surface_divergence(record(model, PADDED["input_ids"][:1, :3]), probes=EXACT)
+    together = attention_surface_divergence(record(model, PADDED), random_signs=EXACT, per_token=True)
+    alone = attention_surface_divergence(record(model, PADDED["input_ids"][:1, :3]), random_signs=EXACT)
     np.testing.assert_allclose(
         together.surface_divergence.values[:, 0], alone.surface_divergence.values[:, 0], rtol=1e-5, atol=1e-7
     )
@@ -224,5 +227,5 @@ def test_refusals():
         attention_surface_divergence(integrate(Hardmax(), x_of(1, 3, 3), [0.0]))
     with pytest.raises(HelmscopeError, match="follows the output projection"):
         attention_surface_divergence(record(tiny_model("gemma2", dtype=F64), inputs_of("gemma2", batch=1, n=4)))
-    with pytest.raises(HelmscopeError, match="probes"):
-        attention_surface_divergence(integrate(SA(beta=1.0), x_of(1, 3, 3), [0.0]), probes=0)
+    with pytest.raises(HelmscopeError, match="random_signs"):
+        attention_surface_divergence(integrate(SA(beta=1.0), x_of(1, 3, 3), [0.0]), random_signs=0)

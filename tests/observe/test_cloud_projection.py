@@ -90,7 +90,7 @@ def test_the_cloud_near_a_token_is_that_of_its_neighbors():
     points = torch.zeros(300, 8, dtype=F64)
     points[:, 1:4] = flat / flat.norm(dim=-1, keepdim=True)
     hidden = torch.eye(4, 300, dtype=torch.bool)
-    found = local_cloud(points[:4], points, neighbors=12, dims=2, hidden=hidden)
+    found = local_cloud(points[:4], points, neighbors=12, principal_axes=2, hidden=hidden)
     assert float(found.axes[..., [0, 4, 5, 6, 7]].abs().max()) < 1e-12
     gram = torch.einsum("knd,jnd->nkj", found.axes, found.axes)
     assert float((gram - torch.eye(2)).abs().max()) < 1e-13
@@ -101,7 +101,7 @@ def test_the_cloud_near_a_token_is_that_of_its_neighbors():
         angles = np.arccos(points[order].numpy() @ points[k].numpy())
         assert float(found.angle[k]) == pytest.approx(angles.mean(), abs=1e-12)
     assert found.spans.all()
-    assert not local_cloud(points[:1], points[:1].expand(5, 8), neighbors=4, dims=2).spans.any()
+    assert not local_cloud(points[:1], points[:1].expand(5, 8), neighbors=4, principal_axes=2).spans.any()
 
 
 def by_hand(model, layer, neighbors, dims):
@@ -146,7 +146,7 @@ def by_hand(model, layer, neighbors, dims):
 def test_half_steps_agree_with_the_modules_run_by_hand(layer):
     """Three random directions off the cloud span all that is off it, so that their mean is exact."""
     model = tiny()
-    measured = cloud_projection(record(model, IDS), neighbors=5, dims=3, tokens=None).sel(layer=layer)
+    measured = cloud_projection(record(model, IDS), neighbors=5, principal_axes=3, tokens=None).sel(layer=layer)
     names = ("growth_ratio", "growth_off", "growth_along", "idempotence_defect")
     for name, expected in zip(names, by_hand(model, layer, 5, 3).T, strict=True):
         np.testing.assert_allclose(measured[name], expected, rtol=1e-10, err_msg=name)
@@ -156,7 +156,7 @@ def test_half_steps_agree_with_the_modules_run_by_hand(layer):
 def test_a_planted_half_step_has_the_ratio_and_the_defect_of_its_share():
     recording = record(tiny_model("llama", dtype=F64), inputs_of("llama", batch=4))
     for share in (0.5, 0.75):
-        measured = cloud_projection(recording, neighbors=8, dims=4, tokens=6, planted_share=share)
+        measured = cloud_projection(recording, neighbors=8, principal_axes=4, tokens=6, planted_share=share)
         assert float(abs(measured.idempotence_defect - (1 - share)).max()) < 1e-12
         assert float(abs(measured.growth_ratio / (1 - share) - 1).max()) < 0.05  # directions turn a little
         assert float(measured.growth_ratio.max()) <= 1 - share + 1e-12
@@ -168,13 +168,13 @@ def test_padding_and_the_number_of_sampled_tokens():
     mask = torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
     padded = {"input_ids": ids * mask, "attention_mask": mask}
-    options = {"neighbors": 6, "dims": 3, "tokens": None}
+    options = {"neighbors": 6, "principal_axes": 3, "tokens": None}
     together = cloud_projection(record(model, padded), **options)
     wider = {name: torch.cat([value, torch.zeros(3, 2, dtype=torch.long)], 1) for name, value in padded.items()}
     further = cloud_projection(record(model, wider), **options)
     for name in ("growth_along", "idempotence_defect", "neighbor_angle"):
         np.testing.assert_allclose(together[name], further[name], rtol=1e-6, err_msg=name)
-    fewer = cloud_projection(record(model, padded), neighbors=6, dims=3, tokens=2)
+    fewer = cloud_projection(record(model, padded), neighbors=6, principal_axes=3, tokens=2)
     assert fewer.attrs["tokens"] == 2
     assert not np.allclose(fewer.growth_along, together.growth_along)
 
@@ -182,17 +182,19 @@ def test_padding_and_the_number_of_sampled_tokens():
 def test_bad_input():
     recording = record(tiny(), IDS)
     with pytest.raises(HelmscopeError, match="layer is 7, but this recording has layers 0 to 1"):
-        cloud_projection(recording, neighbors=5, dims=3, layers=[7])
-    with pytest.raises(HelmscopeError, match="dims is 5, but it must be below neighbors, 5, and at most half of"):
-        cloud_projection(recording, neighbors=5, dims=5)
+        cloud_projection(recording, neighbors=5, principal_axes=3, layers=[7])
+    with pytest.raises(
+        HelmscopeError, match="principal_axes is 5, but it must be below neighbors, 5, and at most half of"
+    ):
+        cloud_projection(recording, neighbors=5, principal_axes=5)
     with pytest.raises(HelmscopeError, match="at most half of the dimension of the directions, 6"):
-        cloud_projection(recording, neighbors=9, dims=4)
+        cloud_projection(recording, neighbors=9, principal_axes=4)
     with pytest.raises(HelmscopeError, match="neighbors is 25, but the prompts other than one have only 24 tokens"):
-        cloud_projection(recording, neighbors=25, dims=3)
+        cloud_projection(recording, neighbors=25, principal_axes=3)
     with pytest.raises(HelmscopeError, match="planted_share is -1, but it must be a finite number >= 0"):
-        cloud_projection(recording, neighbors=5, dims=3, planted_share=-1)
+        cloud_projection(recording, neighbors=5, principal_axes=3, planted_share=-1)
     with pytest.raises(HelmscopeError, match="moves a token in layer 0 by another map"):
-        cloud_projection(recording.under(Ablate([0])), neighbors=5, dims=3)
+        cloud_projection(recording.under(Ablate([0])), neighbors=5, principal_axes=3)
     with pytest.raises(HelmscopeError, match="recording has 1 prompt, but the token cloud is that of other prompts"):
         cloud_projection(record(tiny(), IDS[:1]))
     with pytest.raises(HelmscopeError, match="cloud_projection needs MLPs that add to the state they read"):

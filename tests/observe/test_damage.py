@@ -35,12 +35,12 @@ def test_damage_equals_loops_over_the_logits(edit):
     recording = record(tiny_model("gpt2"), IDS)
     damage = damage_under_edits(recording, {"edit": edit})
     expected = by_loops(recording.logits(), recording.under(edit).logits(), IDS)
-    names = ("kl", "increase", "entropy_change", "top_token_agreement")
+    names = ("kl", "loss_increase", "entropy_change", "top_token_agreement")
     for name, values in zip(names, expected, strict=True):
         assert np.abs(damage[name].sel(edit="edit").values - values).max() < 1e-12, name
     assert (damage.kl.values > 0).all()
     losses = loss_under_edits(recording, {"edit": edit})
-    assert np.abs(damage.increase.values - losses.increase.values).max() < 1e-12
+    assert np.abs(damage.loss_increase.values - losses.loss_increase.values).max() < 1e-12
 
 
 def test_two_outcomes_in_closed_form():

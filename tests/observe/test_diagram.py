@@ -54,7 +54,7 @@ def test_its_picture_is_the_heat_map():
 
 
 def test_what_is_no_diagram_any_more_is_refused():
-    refused(SEEN.isel(time=0).plot, "data has no 'probability' over beta and time")
+    refused(SEEN.isel(time=0).plot, "diagram has no 'probability' over beta and time")
 
 
 def test_it_prints_as_xarray_does():

@@ -292,10 +292,10 @@ def test_rows_of_a_softmax_in_single_precision_are_laws():
         (lambda: shared_draw_covariance(KERNELS, X, HEADS), r"kernel has shape \(3, 2, 5, 5\)"),
         (lambda: context_covariance(X[:1]), r"increments has shape \(1, 5, 3\).*contexts >= 2"),
         (lambda: context_covariance(X[0]), r"increments has shape \(5, 3\)"),
-        (lambda: diffusivity(torch.eye(3, dtype=F64), X), r"sigma has shape \(3, 3\).*\(..., n, d, d\)"),
+        (lambda: diffusivity(torch.eye(3, dtype=F64), X), r"diffusion has shape \(3, 3\).*\(..., n, d, d\)"),
         (lambda: diffusivity(KERNEL, 2 * X), "norm 2"),
-        (lambda: diffusivity_as_printed(X[0]), r"sigma has shape \(5, 3\)"),
-        (lambda: anisotropy([[1.0]], X), "sigma is a list"),
+        (lambda: diffusivity_as_printed(X[0]), r"diffusion has shape \(5, 3\)"),
+        (lambda: anisotropy([[1.0]], X), "diffusion is a list"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

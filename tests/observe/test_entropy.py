@@ -92,7 +92,7 @@ def test_the_surface_information_is_the_rate_of_the_gaussian_entropy_under_diffu
 @pytest.mark.parametrize("k", [1, 4])
 def test_nearest_neighbors_are_those_of_a_tree(dimensions: int, k: int) -> None:
     x = normal(700, dimensions)
-    found = neighbor_entropy(x, dimensions=dimensions, neighbors=k)
+    found = neighbor_entropy(x, principal_axes=dimensions, neighbors=k)
     assert float(found) == pytest.approx(by_tree(x.numpy(), k), abs=1e-10)  # a rotation changes no distance
 
 
@@ -102,10 +102,12 @@ def test_nearest_neighbors_are_those_of_a_tree(dimensions: int, k: int) -> None:
 def test_known_entropies_have_the_documented_bias(dimensions: int, normal_bias: float, cube_bias: float) -> None:
     """At N = 2,000 and k = 4; the standard deviation of one estimate is below 0.05 and 0.025."""
     exact = dimensions / 2 * math.log(2 * math.pi * math.e)
-    found = [float(neighbor_entropy(normal(2000, dimensions, seed=s), dimensions=dimensions)) - exact for s in range(3)]
+    found = [
+        float(neighbor_entropy(normal(2000, dimensions, seed=s), principal_axes=dimensions)) - exact for s in range(3)
+    ]
     assert np.mean(found) == pytest.approx(normal_bias, abs=4 * 0.05 / 3**0.5)
     cube = [torch.rand(2000, dimensions, dtype=F64, generator=torch.Generator().manual_seed(s)) for s in range(3)]
-    found = [float(neighbor_entropy(3 * x, dimensions=dimensions)) - dimensions * math.log(3) for x in cube]
+    found = [float(neighbor_entropy(3 * x, principal_axes=dimensions)) - dimensions * math.log(3) for x in cube]
     assert np.mean(found) == pytest.approx(cube_bias, abs=4 * 0.025 / 3**0.5)
 
 
@@ -114,7 +116,7 @@ def test_the_projection_is_that_of_principal_axes_and_scales() -> None:
     points = principal_projection(x, 3)
     u, s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
     assert np.abs(points.numpy()) == pytest.approx(np.abs(u * s)[:, :3], abs=1e-9)
-    one, three = (neighbor_entropy(scale * x, dimensions=2) for scale in (1.0, 3.0))
+    one, three = (neighbor_entropy(scale * x, principal_axes=2) for scale in (1.0, 3.0))
     assert float(three - one) == pytest.approx(2 * math.log(3), abs=1e-10)
 
 
@@ -122,18 +124,18 @@ def test_copies_are_left_out_and_weights_must_be_equal() -> None:
     x = normal(50, 2)
     twice = torch.cat([x, x, x[:5] + 1e-9])
     assert int((~distinct(twice)).sum()) == 55
-    assert float(neighbor_entropy(twice, dimensions=2)) == pytest.approx(
+    assert float(neighbor_entropy(twice, principal_axes=2)) == pytest.approx(
         float(NeighborDistances.of(principal_projection(twice, 2)[:50], 4).entropy), abs=1e-6
     )
     weights = torch.ones(105, dtype=F64)
     weights[50:] = 0
-    assert float(neighbor_entropy(twice, weights, dimensions=2)) == pytest.approx(by_tree(x.numpy(), 4), abs=1e-10)
+    assert float(neighbor_entropy(twice, weights, principal_axes=2)) == pytest.approx(by_tree(x.numpy(), 4), abs=1e-10)
     with pytest.raises(hs.HelmscopeError, match="weights are 1 to 2, but nearest neighbors need equal ones"):
-        neighbor_entropy(x, torch.tensor([1.0, 2.0] * 25), dimensions=2)
-    with pytest.raises(hs.HelmscopeError, match="dimensions is 9, but nearest-neighbor entropy needs at most 8"):
-        neighbor_entropy(normal(50, 20), dimensions=9)
+        neighbor_entropy(x, torch.tensor([1.0, 2.0] * 25), principal_axes=2)
+    with pytest.raises(hs.HelmscopeError, match="principal_axes is 9, but nearest-neighbor entropy needs at most 8"):
+        neighbor_entropy(normal(50, 20), principal_axes=9)
     with pytest.raises(hs.HelmscopeError, match="x has 4 distinct points, but the neighbor number 4 needs at least 5"):
-        neighbor_entropy(x[:4], dimensions=2)
+        neighbor_entropy(x[:4], principal_axes=2)
 
 
 def test_the_jackknife_leaves_out_one_group_after_the_other() -> None:
@@ -222,8 +224,8 @@ def test_identical_tokens_unequal_weights_and_few_prompts() -> None:
     assert not bool(entropy_along_depth(weighted).gaussian_entropy.isnull().any())
     with pytest.raises(hs.HelmscopeError, match="1 prompt, but statistics over prompts need at least 2"):
         entropy_along_depth(path(prompts=1))
-    with pytest.raises(hs.HelmscopeError, match="dimensions is 9"):
-        entropy_along_depth(path(), dimensions=9)
+    with pytest.raises(hs.HelmscopeError, match="principal_axes is 9"):
+        entropy_along_depth(path(), principal_axes=9)
     broken = path()
     broken.states[1, 2, 3] = torch.nan
     with pytest.raises(hs.HelmscopeError, match="system 2 hold NaN or infinite entries at time 1, token 3"):

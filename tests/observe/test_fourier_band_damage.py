@@ -18,7 +18,7 @@ from helmscope.intervene import (
     fourier_frequencies,
 )
 from helmscope.models import record
-from helmscope.models.watch import Chunk
+from helmscope.models.sites import Chunk
 from helmscope.observe import damage_under_edits, fourier_band_damage
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -63,12 +63,12 @@ def test_draws_have_the_stated_norm_and_band(n):
         torch.randn(3, n, 6, dtype=F64, generator=torch.Generator().manual_seed(0)) * torch.arange(1, n + 1)[:, None]
     )
     for low, high in BANDS.values():
-        delta = PerturbFourierBand([1], band=(low, high), relative=0.3, seed=2).new(states, context()) - states
+        delta = PerturbFourierBand([1], band=(low, high), relative_norm=0.3, seed=2).new(states, context()) - states
         norms = delta.norm(dim=(1, 2)) / states.norm(dim=(1, 2))
         assert float((norms - 0.3).abs().max()) < 1e-14
         assert max(outside(each.numpy(), low, high) for each in delta) < 1e-28
         assert float((fourier_band_share(delta, (low, high)) - 1).abs().max()) < 1e-14
-        edit = PerturbFourierBand([1], band=(low, high), relative=0.3, per_token=True, seed=2)
+        edit = PerturbFourierBand([1], band=(low, high), relative_norm=0.3, per_token=True, seed=2)
         matched = edit.new(states, context()) - states
         assert float((matched.norm(dim=-1) / states.norm(dim=-1) - 0.3).abs().max()) < 1e-14
         shares = np.array([outside(each.numpy(), low, high) for each in matched])
@@ -78,20 +78,22 @@ def test_draws_have_the_stated_norm_and_band(n):
 
 def test_draws_depend_on_seed_layer_and_text_only():
     states = torch.ones(3, 8, 4, dtype=F64)
-    edit = PerturbFourierBand(band=(0.75, 1.0), relative=0.1, seed=5)
+    edit = PerturbFourierBand(band=(0.75, 1.0), relative_norm=0.1, seed=5)
     together = edit.new(states, context())
     alone = edit.new(states[2:], Chunk(rows=slice(2, 3), texts=3).at(hs.Site.INPUT, 1))
     assert torch.equal(together[2:], alone)
     assert not torch.equal(together[0], together[1])
     assert not torch.equal(together, edit.new(states, context(layer=2)))
-    assert not torch.equal(together, PerturbFourierBand(band=(0.75, 1.0), relative=0.1, seed=6).new(states, context()))
+    assert not torch.equal(
+        together, PerturbFourierBand(band=(0.75, 1.0), relative_norm=0.1, seed=6).new(states, context())
+    )
 
 
 def test_padding_is_not_perturbed_and_changes_nothing():
     model = tiny_model("gpt2", dtype=F64)
     states = torch.randn(2, 7, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
     visible = PADDED["attention_mask"] == 1
-    delta = PerturbFourierBand(band=(0.75, 1.0), relative=0.1).new(states, context(2, visible=visible)) - states
+    delta = PerturbFourierBand(band=(0.75, 1.0), relative_norm=0.1).new(states, context(2, visible=visible)) - states
     assert not delta[0, 5:].any()
     assert outside(delta[0, :5].numpy(), 0.75, 1.0) < 1e-28
     together = fourier_band_damage(record(model, PADDED), layers=[1])
@@ -119,7 +121,7 @@ def test_damage_is_that_of_the_blocks_run_by_hand_averaged_over_draws(monkeypatc
     used = []
     right = PerturbFourierBand.__post_init__
     monkeypatch.setattr(PerturbFourierBand, "__post_init__", lambda self: (right(self), used.append(self))[0])
-    measured = fourier_band_damage(record(model, ids), layers=[2, 0], draws=2, relative=0.5, seed=3)
+    measured = fourier_band_damage(record(model, ids), layers=[2, 0], draws=2, relative_norm=0.5, seed=3)
     assert measured.layer.values.tolist() == [2, 0]
     assert len({edit.seed for edit in used}) == 4  # of two bands and two draws, the same in all layers
     edits = iter(used)
@@ -158,12 +160,12 @@ def test_attention_that_averages_removes_high_frequencies_and_the_identity_keeps
     plain = record(model, torch.arange(16).reshape(2, n) % 11)
     recording = plain.under(ReplaceKernel(function=lambda weights: kernel.expand_as(weights)))
     bands = {"constant": (0.0, 0.0), "low": (0.2, 0.25), "high": (0.75, 1.0)}
-    measured = fourier_band_damage(recording, bands=bands, relative=0.3)
+    measured = fourier_band_damage(recording, bands=bands, relative_norm=0.3)
     states = recording.stream(depth=0)
     centering = torch.eye(8, dtype=F64) - 1 / 8
     for number, (name, band) in enumerate(bands.items()):
         seed = int(np.random.SeedSequence([0, number, 0]).generate_state(1)[0])
-        moved = PerturbFourierBand(band=band, relative=0.3, seed=seed).new(states, context(2, 0))
+        moved = PerturbFourierBand(band=band, relative_norm=0.3, seed=seed).new(states, context(2, 0))
         logits = [
             ((kernel @ x + x / gain) @ centering @ model.lm_head.weight.mT)[:, :-1].detach() for x in (states, moved)
         ]
@@ -192,8 +194,8 @@ def test_bad_input():
         fourier_band_damage(recording, layers=[7])
     with pytest.raises(HelmscopeError, match="layers is \\[\\], but it must name at least one"):
         fourier_band_damage(recording, layers=[])
-    with pytest.raises(HelmscopeError, match="relative is -1, but it must be a finite number >= 0"):
-        fourier_band_damage(recording, relative=-1)
+    with pytest.raises(HelmscopeError, match="relative_norm is -1, but it must be a finite number >= 0"):
+        fourier_band_damage(recording, relative_norm=-1)
     with pytest.raises(HelmscopeError, match="draws is 0, but"):
         fourier_band_damage(recording, draws=0)
     with pytest.raises(

@@ -55,7 +55,7 @@ def test_a_rotation_of_the_circle_misses_a_quotient_of_bessel_functions(angle: f
     size = 2 * i0(2 * kappa) - 2 * i0(2 * kappa * half)
     product_ = kappa * math.sin(angle) * math.sin(angle / 2) * i1(2 * kappa * half)
     missed = (size - 2 * product_ + kappa * math.sin(angle) ** 2 * i1(2 * kappa) / 2) / size
-    assert values["share"].item() == pytest.approx(1 - missed, rel=1e-11)
+    assert values["explained_share"].item() == pytest.approx(1 - missed, rel=1e-11)
     assert values["remainder"][0, 0, 0].item() ** 2 == pytest.approx(missed, rel=1e-10, abs=1e-12)
     assert values["order"].item() == pytest.approx(2, abs=1e-3)
     assert values["order_second_moment"].item() == pytest.approx(3, abs=1e-3)
@@ -68,7 +68,7 @@ def test_values_are_those_of_plain_loops() -> None:
     run = hs.integrate(hs.Block(hs.SA(2.0), mlp(4)), x, times=[0.0, 1.0, 2.0], stepper=hs.Layer(), weights=weights)
     bank = ProbeBank.of(run, seed=1)
     found = generator_test(run, bank=bank)
-    assert found.share.dims == ("time", "system")
+    assert found.explained_share.dims == ("time", "system")
     assert found.time.values.tolist() == [0.0, 1.0]
     for k, system in product(range(2), range(2)):
         before, after = run.trajectory.states[k, system], run.trajectory.states[k + 1, system]
@@ -89,10 +89,12 @@ def test_values_are_those_of_plain_loops() -> None:
             means[0] += (sum(m * c for m, c in rest) / total) ** 2 / size
             means[1] += (sum(m * c for m, c in change) / total) ** 2 / size
         at = {"time": k, "system": system}
-        assert found.share[at].item() == pytest.approx(1 - np.mean(missed), rel=1e-10)
-        assert found.share_of_mean[at].item() == pytest.approx(1 - means[0] / means[1], rel=1e-10)
+        assert found.explained_share[at].item() == pytest.approx(1 - np.mean(missed), rel=1e-10)
+        assert found.explained_share_of_mean[at].item() == pytest.approx(1 - means[0] / means[1], rel=1e-10)
         for kind, values in of_kind.items():
-            assert found.kind_share[at].sel(kind=kind).item() == pytest.approx(1 - np.mean(values), rel=1e-10)
+            assert found.explained_share_by_kind[at].sel(kind=kind).item() == pytest.approx(
+                1 - np.mean(values), rel=1e-10
+            )
 
 
 def test_short_steps_are_explained_long_ones_are_not_and_those_of_other_tokens_never() -> None:
@@ -100,22 +102,22 @@ def test_short_steps_are_explained_long_ones_are_not_and_those_of_other_tokens_n
     shares = {}
     for size in (1e-6, 0.05, 30.0):
         found = generator_test(layers(mlp(6, size), x))
-        shares[size] = found.share.mean().item()
-        assert float(found.share_null.max()) < 0.5
+        shares[size] = found.explained_share.mean().item()
+        assert float(found.explained_share_null.max()) < 0.5
         np.testing.assert_allclose(found.order.values, 2, atol=0.02)
         np.testing.assert_allclose(found.order_second_moment.values, 3, atol=0.02)
     assert shares[1e-6] > 1 - 1e-9
     assert shares[0.05] > 0.99
     assert shares[30.0] < 0.5
     second = generator_test(layers(mlp(6, 0.3), x))
-    assert bool((second.share_second_moment > second.share).all())
+    assert bool((second.explained_share_second_moment > second.explained_share).all())
 
 
 def test_steps_that_are_common_to_all_tokens_are_no_better_than_permuted_ones() -> None:
     x, m = hs.Uniform(9, 3).sample(2, seed=2), torch.ones(2, 9, dtype=F64)
     step = 0.05 * normal(2, 1, 3).expand(2, 9, 3)
     values = block_values(ProbeBank.around(x[0]), x, step, m, step.roll(1, 1))
-    torch.testing.assert_close(values["share"], values["share_null"])
+    torch.testing.assert_close(values["explained_share"], values["explained_share_null"])
 
 
 @pytest.mark.parametrize("h", [1.0, 0.1])
@@ -138,7 +140,7 @@ def test_the_splitting_defect_is_that_of_both_writes_at_the_first_state(h: float
         [torch.func.jvp(lambda y: bank(retract(y)), (unit,), (step,))[1]]  # all tokens at once, each on its own
     )[0]
     share = 1 - ((change - drift).square().mean(1) / change.square().mean(1)).mean(-1)
-    np.testing.assert_allclose(found.share_first_state.values[0], share.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.explained_share_first_state.values[0], share.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_splitting_defect_is_of_first_order_and_0_in_a_parallel_block() -> None:
@@ -172,11 +174,14 @@ def test_sigma_a_errs_by_its_contraction_with_the_hessian() -> None:
     error = (noise.square().mean(1) / change.square().mean(1)).mean(-1)
     np.testing.assert_allclose(found.sampling_error.values[0], error.numpy(), rtol=1e-9)
     drift = torch.func.jvp(lambda y: bank(retract(y)), (x,), (step,))[1]
-    for name, predicted in (("share_sampling", drift + noise), ("share_sampled_step", drift + second + noise)):
+    for name, predicted in (
+        ("explained_share_sampling", drift + noise),
+        ("explained_share_sampled_step", drift + second + noise),
+    ):
         share = 1 - ((change - predicted).square().mean(1) / change.square().mean(1)).mean(-1)
         np.testing.assert_allclose(found[name].values[0], share.numpy(), rtol=1e-9)
     np.testing.assert_allclose(found.order_sampling.values, 2, atol=0.05)
-    assert bool((found.share_sampled_step < found.share_second_moment).all())
+    assert bool((found.explained_share_sampled_step < found.explained_share_second_moment).all())
 
 
 def gpt2(layers: int = 2) -> GPT2LMHeadModel:
@@ -197,7 +202,7 @@ def test_a_model_against_its_own_modules() -> None:
     bank = ProbeBank.of(recording)
     assert len(bank) == 40
     found = generator_test(recording, bank=bank)
-    assert found.share.dims == ("layer", "prompt")
+    assert found.explained_share.dims == ("layer", "prompt")
     for layer, block in enumerate(model.transformer.h):
         y, end = recording.stream(depth=2 * layer), recording.stream(depth=2 * layer + 2)
         with torch.no_grad():
@@ -211,7 +216,7 @@ def test_a_model_against_its_own_modules() -> None:
         step = ((end - end.mean(-1, keepdim=True))[:, 1:] - centered) / centered.norm(dim=-1, keepdim=True)
         drift = torch.func.jvp(lambda z: bank(retract(z)), (x,), (step,))[1]
         share = 1 - ((change - drift).square().mean(1) * weight).mean(-1)
-        np.testing.assert_allclose(found.share.values[layer], share.numpy(), rtol=1e-8)
+        np.testing.assert_allclose(found.explained_share.values[layer], share.numpy(), rtol=1e-8)
     assert found.attrs["radius"] == "recorded radius of each token"
     assert "left_out" not in found.attrs
     assert hs.plot(found).axes
@@ -227,7 +232,13 @@ def test_padding_and_chunks_do_not_change_values() -> None:
     found = generator_test(both, bank=bank, tokens=99)
     for k, row in enumerate(rows):
         alone = generator_test(hs.record(model, torch.tensor([row])), bank=bank, tokens=99)
-        for name in ("share", "share_of_mean", "splitting_defect", "sampling_error", "order_second_moment"):
+        for name in (
+            "explained_share",
+            "explained_share_of_mean",
+            "splitting_defect",
+            "sampling_error",
+            "order_second_moment",
+        ):
             np.testing.assert_allclose(found[name].values[:, k], alone[name].values[:, 0], rtol=1e-6)
 
 
@@ -237,9 +248,9 @@ def test_families_without_two_halves_that_add_leave_out_what_needs_them() -> Non
     bert = BertModel(BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=16)).eval()
     found = generator_test(hs.record(bert, IDS))
     assert "splitting_defect" not in found
-    assert "share_sampling" not in found
+    assert "explained_share_sampling" not in found
     assert "post-norm model" in found.attrs["left_out"]
-    assert bool(np.isfinite(found.share).all())
+    assert bool(np.isfinite(found.explained_share).all())
     neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2, use_parallel_residual=True)).eval()
     parallel = generator_test(hs.record(neox, IDS))
     np.testing.assert_allclose(parallel.splitting_defect.values, 0, atol=1e-4)
@@ -251,10 +262,17 @@ def test_families_without_two_halves_that_add_leave_out_what_needs_them() -> Non
 def test_nothing_that_moves_has_no_share_and_equal_tokens_have_one() -> None:
     x = hs.Uniform(4, 3).sample(2, seed=0)
     found = generator_test(layers(mlp(3, 0.0), x))
-    for name in ("share", "share_null", "share_of_mean", "order", "kind_share", "remainder"):
+    for name in (
+        "explained_share",
+        "explained_share_null",
+        "explained_share_of_mean",
+        "order",
+        "explained_share_by_kind",
+        "remainder",
+    ):
         assert bool(np.isnan(found[name]).all())
     equal = x[:, :1].expand(2, 4, 3)
-    assert bool(np.isfinite(generator_test(layers(mlp(3, 0.3), equal)).share).all())
+    assert bool(np.isfinite(generator_test(layers(mlp(3, 0.3), equal)).explained_share).all())
 
 
 def test_a_resumed_recording_has_the_blocks_after_its_first_depth() -> None:
@@ -263,7 +281,7 @@ def test_a_resumed_recording_has_the_blocks_after_its_first_depth() -> None:
     later = recording.resume(depth=3, states=recording.trajectory.states[3])
     found = generator_test(later, bank=ProbeBank.of(recording))
     assert found.layer.values.tolist() == [2]
-    np.testing.assert_allclose(found.share.values[0], whole.share.values[2], rtol=1e-6)
+    np.testing.assert_allclose(found.explained_share.values[0], whole.explained_share.values[2], rtol=1e-6)
 
 
 def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> None:
@@ -271,7 +289,7 @@ def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> N
     against the mean of all prompts.
     """
     x, scale = hs.Uniform(8, 16).sample(32 * 320, seed=4), RemainderScale()
-    shares = generator_test(layers(mlp(16, 0.6), x)).share.values[0]
+    shares = generator_test(layers(mlp(16, 0.6), x)).explained_share.values[0]
     assert float(np.std(shares)) > 0.05
     truth = scale.inverse(scale.forward(shares).mean())
     intervals = [mean_interval(trial, scale=scale) for trial in shares.reshape(320, 32)]
@@ -326,5 +344,5 @@ def test_hs_measure_includes_it_where_there_are_layers() -> None:
     )
     shares: list[float] = []
     measured = hs.measure(layers(hs.SA(1.0), x), only=["generator_test"], progress=shares.append)
-    assert "share" in measured["generator_test"]
+    assert "explained_share" in measured["generator_test"]
     assert shares[-1] == pytest.approx(1)

@@ -228,28 +228,28 @@ def test_the_energy_of_a_small_model() -> None:
 
 def test_the_measurement_of_a_small_model() -> None:
     recording = hs.record(small_model(), IDS)
-    measured = jko_layer(recording, components=2, seed=2)
-    assert measured.share.dims == ("layer", "prompt")
+    measured = jko_layer(recording, principal_axes=2, seed=2)
+    assert measured.gap_closed_share.dims == ("layer", "prompt")
     assert sorted({*measured.prompt.values.tolist(), *LayerSteps.of(recording, seed=2).selection.tolist()}) == list(
         range(10)
     )
-    assert {"share", "share_projected", "share_mlp"} <= set(measured.data_vars)
+    assert {"gap_closed_share", "gap_closed_share_projected", "gap_closed_share_mlp"} <= set(measured.data_vars)
     means = measured.mean("prompt")
     assert (means.objective_minimizer < means.objective_input).all()
     assert (means.objective_minimizer < means.objective_output).all()
     assert (measured.tau > 0).all()
-    again = jko_layer(hs.record(small_model(), IDS, batch_size=3), components=2, seed=2)
-    assert measured.share.values == pytest.approx(again.share.values, rel=1e-5)
+    again = jko_layer(hs.record(small_model(), IDS, batch_size=3), principal_axes=2, seed=2)
+    assert measured.gap_closed_share.values == pytest.approx(again.gap_closed_share.values, rel=1e-5)
     assert hs.stats.reduce_replicates(measured).attrs["n"] == 5
 
 
 def test_the_step_of_the_whole_layer_alone() -> None:
     recording = hs.record(small_model(), IDS)
-    alone, full = jko_layer(recording, whole_only=True), jko_layer(recording, components=2)
-    assert set(full.data_vars) - set(alone.data_vars) == {"share_projected", "share_mlp"}
+    alone, full = jko_layer(recording, whole_only=True), jko_layer(recording, principal_axes=2)
+    assert set(full.data_vars) - set(alone.data_vars) == {"gap_closed_share_projected", "gap_closed_share_mlp"}
     assert alone.identical(full[list(alone.data_vars)].assign_attrs(left_out=alone.left_out))
     quick = hs.measure(recording, only=["jko_layer"], quick=True)["jko_layer"]
-    assert quick.left_out.startswith("share_projected and share_mlp")
+    assert quick.left_out.startswith("gap_closed_share_projected and gap_closed_share_mlp")
     assert "left_out" not in full.attrs
     with pytest.raises(hs.HelmscopeError, match="whole_only is 1, but it must be True or False"):
         jko_layer(recording, whole_only=1)
@@ -264,7 +264,7 @@ def test_a_layer_that_descends_its_energy_closes_the_gap_and_one_that_turns_does
     def share(matrix: torch.Tensor) -> float:
         mlp = hs.MLP(w_in=torch.eye(3, dtype=F64), w_out=matrix, activation=hs.activations.Identity())
         run = hs.integrate(hs.Block(still, mlp), x, times=[0.0, 0.05])
-        return float(jko_layer(run, components=2).share.mean())
+        return float(jko_layer(run, principal_axes=2).gap_closed_share.mean())
 
     assert share(-stiffness) > 0.8
     rotation = share(turn - turn.mT)

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from helmscope.intervene.attention import AblateHead
 from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
-from helmscope.models.watch import Chunk, Site
+from helmscope.models.sites import Chunk, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.head_ablation_damage import KernelRank, head_ablation_damage, head_interaction, matched_pairs
 from helmscope.observe.layer_ablation_damage import (
@@ -100,7 +100,7 @@ def test_layers_agree_with_loops_over_half_steps(form, part):
         sizes = ((other - states).norm(dim=-1) / states.norm(dim=-1)).mean(-1)
         found = measured.sel(layer=ablated)
         np.testing.assert_allclose(found.kl, kl, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(found.increase, loss, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(found.loss_increase, loss, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found.change, sizes[ablated], rtol=1e-9)
         np.testing.assert_allclose(found.repaired_share, 1 - sizes[-1] / sizes[ablated], rtol=1e-9, atol=1e-9)
 
@@ -168,9 +168,11 @@ def test_draws_are_averaged():
 def test_zeroed_heads_lose_what_head_ablation_loss_says_and_ranks_are_those_of_loops():
     recording = record(gpt2(), IDS, keep=KeptTensors.KERNELS)
     measured = head_ablation_damage(recording).isel(form=0)
-    np.testing.assert_allclose(measured.increase, head_ablation_loss(recording).increase, rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(
+        measured.loss_increase, head_ablation_loss(recording).loss_increase, rtol=1e-9, atol=1e-13
+    )
     for layer, prompt, head in np.ndindex(3, 3, 2):
-        kernel = recording.kept["weights"][layer][prompt, head].numpy()
+        kernel = recording.kept["kernel"][layer][prompt, head].numpy()
         found = measured.isel(layer=layer, prompt=prompt, head=head)
         assert found.effective_keys.item() == pytest.approx(np.mean([1 / (row**2).sum() for row in kernel]), rel=1e-12)
         p = np.sqrt(np.linalg.eigvalsh(kernel @ kernel.T).clip(0))
@@ -181,7 +183,7 @@ def test_zeroed_heads_lose_what_head_ablation_loss_says_and_ranks_are_those_of_l
 def test_heads_are_replaced_by_their_means_over_all_tokens():
     model = gpt2()
     recording = record(model, IDS, keep=KeptTensors.KERNELS | KeptTensors.VALUES)
-    outputs = recording.kept["weights"][1] @ recording.kept["value"][1]  # (prompt, head, n, r)
+    outputs = recording.kept["kernel"][1] @ recording.kept["value"][1]  # (prompt, head, n, r)
     mean = outputs.mean((0, 2))
     torch.testing.assert_close(site_means(recording, [Site.HEADS])[Site.HEADS, 1], mean, rtol=1e-12, atol=1e-14)
     measured = head_ablation_damage(recording, forms=[AblationForm.MEAN, AblationForm.NOISE], heads="L1H0")
@@ -216,7 +218,7 @@ def test_matched_pairs_are_what_they_say():
 
 def test_joint_damage_is_that_of_both_heads_and_the_sum_that_of_each():
     recording = record(gpt2(), IDS)
-    measured = head_interaction(recording, pairs=3, tolerance=9.0, smallest_damage=1e-12, seed=3)
+    measured = head_interaction(recording, pairs=3, tolerance=9.0, min_damage=1e-12, seed=3)
     assert measured.sizes["pair"] == 3
     for kind, pair in np.ndindex(2, 3):
         one = measured.isel(kind=kind, pair=pair)
@@ -226,7 +228,7 @@ def test_joint_damage_is_that_of_both_heads_and_the_sum_that_of_each():
         kl = damage_under_edits(recording, edits).kl
         np.testing.assert_allclose(one.joint, kl.sel(edit="both"), rtol=1e-12)
         np.testing.assert_allclose(one.summed, kl.sel(edit=names).sum("edit"), rtol=1e-12)
-    nothing = head_interaction(recording, pairs=3, smallest_damage=1e9)
+    nothing = head_interaction(recording, pairs=3, min_damage=1e9)
     assert dict(nothing.joint.sizes) == {"kind": 2, "pair": 0, "prompt": 3}
 
 

@@ -29,19 +29,19 @@ def test_the_counterexample_of_the_theory() -> None:
     """[[1, 1], [1/4, 2]] after whitening, with the antisymmetric entry 0.375; the commutator of S and Sigma is [[0,
     3/2], [-3/2, 0]]."""
     found = whitened(-HESSIAN[None], SIGMA[None])
-    assert found["share_before"] == 0
-    assert found["share_after"] == pytest.approx(2 * 0.375**2 / (1 + 1 + 1 / 16 + 4), rel=1e-13)
+    assert found["antisymmetric_share_before"] == 0
+    assert found["antisymmetric_share_after"] == pytest.approx(2 * 0.375**2 / (1 + 1 + 1 / 16 + 4), rel=1e-13)
     assert found["commutator"] == pytest.approx(1.5 * math.sqrt(2) / math.sqrt(5.5 * 17), rel=1e-13)
-    assert found["rank"] == 2
+    assert found["sigma_rank"] == 2
 
 
 def test_a_drift_that_carries_the_mobility_becomes_a_gradient() -> None:
     root, hessian = random(6, 6), random(6, 6, seed=1)
     sigma, hessian = root @ root.mT, hessian + hessian.mT
     found = whitened(-(sigma @ hessian)[None], sigma[None])
-    assert found["share_after"] < 1e-20
-    assert found["share_before"] > 0.01
-    assert found["share_after_null"] > 0.01
+    assert found["antisymmetric_share_after"] < 1e-20
+    assert found["antisymmetric_share_before"] > 0.01
+    assert found["antisymmetric_share_after_null"] > 0.01
 
 
 @pytest.mark.parametrize("rank", [2, 3, 5])
@@ -50,13 +50,13 @@ def test_shares_on_the_range_are_those_of_whiten(rank: int) -> None:
     sigma = root @ root.mT
     found = whitened(jacobian, sigma.expand(3, 5, 5))
     after = [whiten(-each, sigma).antisymmetric_share ** 2 for each in jacobian]
-    assert found["rank"] == rank
-    assert found["share_after"] == pytest.approx(np.mean(after), rel=1e-9)
+    assert found["sigma_rank"] == rank
+    assert found["antisymmetric_share_after"] == pytest.approx(np.mean(after), rel=1e-9)
     basis = np.linalg.svd(root.numpy())[0][:, :rank]
     inner = np.einsum("ik,tij,jl->tkl", basis, jacobian.numpy(), basis)
     odd = (inner - inner.transpose(0, 2, 1)) / 2
     before = (odd**2).sum((1, 2)) / (inner**2).sum((1, 2))
-    assert found["share_before"] == pytest.approx(before.mean(), rel=1e-12)
+    assert found["antisymmetric_share_before"] == pytest.approx(before.mean(), rel=1e-12)
 
 
 def test_variation_is_that_of_the_entries() -> None:
@@ -72,16 +72,16 @@ def test_variation_is_that_of_the_entries() -> None:
 def test_random_eigenvectors_keep_the_eigenvalues() -> None:
     """For a multiple of the identity any eigenvectors are as good as its own."""
     found = whitened(random(2, 5, 5), 3 * torch.eye(5, dtype=F64).expand(2, 5, 5))
-    assert found["share_after"] == pytest.approx(found["share_before"], rel=1e-12)
-    assert found["share_after_null"] == pytest.approx(found["share_before"], rel=1e-12)
+    assert found["antisymmetric_share_after"] == pytest.approx(found["antisymmetric_share_before"], rel=1e-12)
+    assert found["antisymmetric_share_after_null"] == pytest.approx(found["antisymmetric_share_before"], rel=1e-12)
     assert found["commutator"] == pytest.approx(0, abs=1e-14)
 
 
 def test_without_noise_there_is_nothing_to_whiten_by() -> None:
     found = whitened(random(2, 3, 3), torch.zeros(2, 3, 3, dtype=F64))
-    assert found["rank"] == 0
+    assert found["sigma_rank"] == 0
     assert math.isnan(found["change"])
-    assert math.isnan(whitened(random(0, 3, 3), random(0, 3, 3))["share_after"])
+    assert math.isnan(whitened(random(0, 3, 3), random(0, 3, 3))["antisymmetric_share_after"])
 
 
 def small_model() -> GPT2LMHeadModel:
@@ -136,7 +136,13 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
                 there = np.eye(8) - np.outer(u, u) - 1 / 8
                 jacobians.append(there @ slopes @ there)
             expected = whitened(torch.tensor(np.stack(jacobians)), torch.tensor(np.stack(sigmas)))
-            for name in ("share_before", "share_after", "variation", "commutator", "rank"):
+            for name in (
+                "antisymmetric_share_before",
+                "antisymmetric_share_after",
+                "variation",
+                "commutator",
+                "sigma_rank",
+            ):
                 got = float(measured[name][layer, prompt])
                 assert got == pytest.approx(expected[name], rel=1e-6), name
 
@@ -151,7 +157,7 @@ def test_tokens_are_the_same_for_every_chunk_size() -> None:
 def test_a_text_of_one_token_has_no_values_and_refusals_are_sentences() -> None:
     measured = layer_whitening(hs.record(small_model(), torch.tensor([[1]])))
     assert np.isnan(measured.change.values).all()
-    assert (measured["rank"].values == 0).all()
+    assert (measured["sigma_rank"].values == 0).all()
     run = hs.integrate(hs.SA(beta=1.0), torch.eye(3).expand(1, 3, 3), times=[0.0])
     with pytest.raises(hs.HelmscopeError, match="system has no MLP"):
         layer_whitening(run)

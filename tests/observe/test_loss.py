@@ -183,10 +183,10 @@ def test_the_loss_without_each_head_by_hand():
             handle.remove()
             one = seen.sel(**hs.models.parse_head(f"L{layer}H{head}"))
             np.testing.assert_allclose(one.loss.values, wanted, rtol=0, atol=1e-12)
-            np.testing.assert_allclose(one.increase.values, wanted - plain, rtol=0, atol=1e-12)
-    assert np.abs(seen.increase.values).min() > 1e-6
+            np.testing.assert_allclose(one.loss_increase.values, wanted - plain, rtol=0, atol=1e-12)
+    assert np.abs(seen.loss_increase.values).min() > 1e-6
     np.testing.assert_allclose(seen.baseline.values, plain, rtol=0, atol=1e-12)
-    assert {seen[name].units for name in ("loss", "loss_null", "increase", "baseline")} == {"nats"}
+    assert {seen[name].units for name in ("loss", "loss_null", "loss_increase", "baseline")} == {"nats"}
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
     assert hs.observe.head_ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
@@ -221,10 +221,10 @@ def test_a_sweep_gives_the_bits_of_single_runs(family):
     for name, edit in edits.items():
         alone = hs.next_token_loss(recording.under(*(edit if isinstance(edit, list) else [edit])))
         assert seen.loss.sel(edit=name).values.tolist() == alone.loss.values.tolist(), name
-    assert seen.increase.sel(edit="none").values.tolist() == [0.0] * 3
+    assert seen.loss_increase.sel(edit="none").values.tolist() == [0.0] * 3
     plain = hs.next_token_loss(recording)
-    assert (seen.loss - seen.increase - plain.loss).values == pytest.approx(0.0, abs=1e-12)
-    assert np.abs(seen.increase.sel(edit=["write", "input", "both"]).values).min() > 1e-7
+    assert (seen.loss - seen.loss_increase - plain.loss).values == pytest.approx(0.0, abs=1e-12)
+    assert np.abs(seen.loss_increase.sel(edit=["write", "input", "both"]).values).min() > 1e-7
 
 
 def test_a_sweep_under_edits_of_the_recording_itself():
@@ -237,7 +237,7 @@ def test_a_sweep_under_edits_of_the_recording_itself():
     seen = hs.observe.loss_under_edits(base, {"cut": cut})
     assert seen.loss.values[0].tolist() == hs.next_token_loss(base.under(cut)).loss.values.tolist()
     later = base.resume(depth=3, states=base.trajectory.states[3].flip(0))
-    assert hs.observe.loss_under_edits(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
+    assert hs.observe.loss_under_edits(later, {"cut": cut}).loss_increase.values.tolist() == [[0.0] * 3]
     assert hs.observe.head_ablation_loss(later).layer.values.tolist() == [1, 2]
 
 
@@ -332,7 +332,7 @@ def test_the_loss_of_targets_under_ablations(family):
     cross = hs.intervene.AblateHead([0], heads=[2], site=hs.Site.CROSS_HEADS)
     seen = hs.observe.loss_under_edits(recording, {"cross": cross})
     assert np.array_equal(seen.loss.sel(edit="cross"), hs.next_token_loss(recording.under(cross)).loss)
-    assert (seen.increase != 0).all()
+    assert (seen.loss_increase != 0).all()
 
 
 def test_decoder_inputs_are_scored_from_the_second_on():
@@ -402,4 +402,4 @@ def test_a_loss_is_never_negative_and_knows_its_unit_and_its_model():
         apart = measured.assign(loss=measured.loss * xr.DataArray([0.01, 1.0], dims="prompt"))
         apart.loss.attrs = measured.loss.attrs
         assert bool((hs.reduce_replicates(apart).loss_low == 0).all())
-    assert hs.observe.head_ablation_loss(recording).increase.attrs["units"] == "nats"
+    assert hs.observe.head_ablation_loss(recording).loss_increase.attrs["units"] == "nats"

@@ -22,13 +22,13 @@ def tiny() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**SIZES, eos_token_id=0, initializer_range=0.4)).double().eval()
 
 
-def by_hand(model, ids, chosen, half_step, scale, shift=None):
+def by_hand(model, ids, chosen, half, scale, shift=None):
     """The write of a half-step, the state after it and the summed loss, by the modules of GPT-2 themselves."""
     x = model.transformer.wte(ids) + model.transformer.wpe(torch.arange(ids.shape[1]))
     for layer, block in enumerate(model.transformer.h):
         for name in ("attention", "mlp"):
             write = block.attn(block.ln_1(x))[0] if name == "attention" else block.mlp(block.ln_2(x))
-            if (layer, name) == (chosen, half_step):
+            if (layer, name) == (chosen, half):
                 kept = write.detach()
                 x = (x.detach() + scale * kept + (0 if shift is None else shift)).requires_grad_()
                 after = x
@@ -39,16 +39,16 @@ def by_hand(model, ids, chosen, half_step, scale, shift=None):
     return kept, after, loss
 
 
-@pytest.mark.parametrize("half_step", ["attention", "mlp"])
+@pytest.mark.parametrize("half", ["attention", "mlp"])
 @pytest.mark.parametrize("scale", [0.0, 0.75, 1.0])
-def test_cosines_are_those_of_the_blocks_run_by_hand(half_step, scale):
+def test_cosines_are_those_of_the_blocks_run_by_hand(half, scale):
     model = tiny()
     measured = loss_gradient_cosine(record(model, IDS), scales=[scale])
     for layer in range(3):
-        write, after, loss = by_hand(model, IDS, layer, half_step, scale)
+        write, after, loss = by_hand(model, IDS, layer, half, scale)
         (gradient,) = torch.autograd.grad(loss, after)
         expected = torch.cosine_similarity(write, -gradient, dim=-1)[:, :-1].mean(-1)  # the last predicts nothing
-        found = measured.cosine.sel(layer=layer, half_step=half_step, scale=scale).values
+        found = measured.cosine.sel(layer=layer, half=half, scale=scale).values
         assert np.abs(found - expected.numpy()).max() < 1e-10
 
 
@@ -81,15 +81,15 @@ def test_a_write_down_the_gradient_has_cosine_1_and_one_up_has_minus_1():
         planted = recording.under(
             Edit(hs.Site.MLP, [1], lambda write, context, sign=sign: -sign * 0.1 * gradient[context.rows])
         )
-        cosine = loss_gradient_cosine(planted, scales=[0], layers=[1]).cosine.sel(half_step="mlp")
+        cosine = loss_gradient_cosine(planted, scales=[0], layers=[1]).cosine.sel(half="mlp")
         assert np.abs(cosine.values - sign).max() < 1e-12
 
 
 def test_silent_writes_and_padding_have_no_cosine():
     recording = record(tiny(), IDS)
     silent = loss_gradient_cosine(recording.under(Ablate([1])), scales=[0], layers=[1]).cosine
-    assert silent.sel(half_step="mlp").isnull().all()
-    assert silent.sel(half_step="attention").notnull().all()
+    assert silent.sel(half="mlp").isnull().all()
+    assert silent.sel(half="attention").notnull().all()
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     padded = loss_gradient_cosine(record(tiny(), {"input_ids": IDS, "attention_mask": mask}), scales=[0, 1])
     alone = loss_gradient_cosine(record(tiny(), IDS[:1, :4]), scales=[0, 1])

@@ -162,8 +162,8 @@ def test_a_step_is_that_of_plain_loops(d):
 
 
 @pytest.mark.parametrize("d", [2, 3, 16])
-@pytest.mark.parametrize("kappa_max", [10.0, 1e3, 1e6])
-def test_no_step_lowers_the_likelihood(monkeypatch, d, kappa_max):
+@pytest.mark.parametrize("max_kappa", [10.0, 1e3, 1e6])
+def test_no_step_lowers_the_likelihood(monkeypatch, d, max_kappa):
     gains, step = [], home._em_step
 
     def watched(x, fit, floor, bound):
@@ -173,7 +173,7 @@ def test_no_step_lowers_the_likelihood(monkeypatch, d, kappa_max):
 
     monkeypatch.setattr(home, "_em_step", watched)
     vmf_mixture(
-        torch.stack([hs.Uniform(30, d).sample(seed=1), planted(d, 30, 2)[0]]), kappa_max=kappa_max, max_components=5
+        torch.stack([hs.Uniform(30, d).sample(seed=1), planted(d, 30, 2)[0]]), max_kappa=max_kappa, max_components=5
     )
     assert len(gains) > 60
     assert min(gains) > -1e-11  # measured: -3e-13, the rounding of a sum of 30 logs
@@ -222,21 +222,21 @@ def test_float32_tokens_are_those_of_float64():
     assert torch.allclose(single.centers, double.centers, atol=1e-5)
 
 
-@pytest.mark.parametrize("kappa_max", [1.0, 1e3, 1e9])
+@pytest.mark.parametrize("max_kappa", [1.0, 1e3, 1e9])
 @pytest.mark.parametrize("d", [2, 3, 16])
-def test_equal_tokens_are_one_component_at_the_bound(d, kappa_max):
+def test_equal_tokens_are_one_component_at_the_bound(d, max_kappa):
     place = hs.Uniform(1, d).sample(seed=6)
-    fitted = vmf_mixture(place.expand(10, d), kappa_max=kappa_max)
+    fitted = vmf_mixture(place.expand(10, d), max_kappa=max_kappa)
     assert fitted.count.item() == 1
-    assert fitted.kappas[0].item() == kappa_max
+    assert fitted.kappas[0].item() == max_kappa
     assert torch.allclose(fitted.centers[0], place[0], atol=1e-15)
-    top = vmf_log_density(place, place[0], kappa_max).item()
+    top = vmf_log_density(place, place[0], max_kappa).item()
     assert fitted.log_likelihood.item() == pytest.approx(10 * top, rel=1e-12)
 
 
 def test_points_are_told_apart_and_the_bound_is_the_resolution():
     x = torch.cat([circle(0.0).expand(12, 2), circle(0.2).expand(8, 2), circle(3.0).expand(4, 2)])
-    fine, coarse = vmf_mixture(x, kappa_max=1e4), vmf_mixture(x, kappa_max=10.0)
+    fine, coarse = vmf_mixture(x, max_kappa=1e4), vmf_mixture(x, max_kappa=10.0)
     assert (fine.count.item(), coarse.count.item()) == (3, 2)
     assert fine.weights[:3].tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=1e-12)
     assert hs.sphere.angle(fine.centers[:3], circle(0.0, 0.2, 3.0)).max().item() < 1e-12
@@ -266,9 +266,9 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
     [
         (lambda: vmf_mixture(X, max_components=5), "max_components is 5.*4 tokens"),
         (lambda: vmf_mixture(X, max_components=0), "max_components is 0.*>= 1"),
-        (lambda: vmf_mixture(X, max_components=2, kappa_max=0.0), r"kappa_max is 0\.0.*> 0"),
-        (lambda: vmf_mixture(X, max_components=2, kappa_max=math.inf), "kappa_max is inf.*finite"),
-        (lambda: vmf_mixture(X, max_components=2, kappa_max=1e13), r"kappa_max is 1e\+13.*at most 1e\+12"),
+        (lambda: vmf_mixture(X, max_components=2, max_kappa=0.0), r"max_kappa is 0\.0.*> 0"),
+        (lambda: vmf_mixture(X, max_components=2, max_kappa=math.inf), "max_kappa is inf.*finite"),
+        (lambda: vmf_mixture(X, max_components=2, max_kappa=1e13), r"max_kappa is 1e\+13.*at most 1e\+12"),
         (lambda: vmf_mixture(X, max_components=2, restarts=0), "restarts is 0.*>= 1"),
         (lambda: vmf_mixture(X, max_components=2, seed=-1), "seed is -1.*>= 0"),
         (lambda: vmf_mixture(2 * X, max_components=2), "x holds a token of norm 2.*unit sphere"),

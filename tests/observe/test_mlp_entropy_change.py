@@ -12,7 +12,12 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import helmscope as hs
 from helmscope.meanfield import CircleGrid, Density, SphereGrid
-from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change, sphere_map, tangent_log_det
+from helmscope.observe.mlp_entropy_change import (
+    entropy_change_unsupported,
+    mlp_entropy_change,
+    sphere_map,
+    tangent_log_det,
+)
 from helmscope.observe.token_choice import spaced_tokens, taken
 
 F64 = torch.float64
@@ -319,7 +324,9 @@ def test_edited_writes_and_parallel_blocks_are_refused() -> None:
         mlp_entropy_change(doubled)
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     parallel = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes, max_position_embeddings=16)).eval()
-    assert "has parallel blocks, but mlp_entropy_change needs MLPs" in str(map_unsupported(hs.record(parallel, ROWS)))
+    assert "has parallel blocks, but mlp_entropy_change needs MLPs" in str(
+        entropy_change_unsupported(hs.record(parallel, ROWS))
+    )
 
 
 def test_padding_and_chunks_change_nothing() -> None:

@@ -18,7 +18,7 @@ from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.models.record import record
-from helmscope.observe.drift import DriftAndSwirl, drift_and_swirl
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, drift_and_swirl
 from helmscope.observe.mlp_mixture import prepare
 from support.model_families import inputs_of, tiny_model
 

@@ -158,7 +158,7 @@ def test_a_small_model_agrees_with_its_block_written_out() -> None:
     for layer in (0, 1):
         block, states = model.transformer.h[layer], recording.stream(depth=2 * layer)[0]
         single = [share_of_block(block, states, token) for token in range(1, 9)]
-        assert float(measured.share[layer, 0]) == pytest.approx(np.mean(single), rel=1e-8)
+        assert float(measured.antisymmetric_share[layer, 0]) == pytest.approx(np.mean(single), rel=1e-8)
 
 
 def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
@@ -221,16 +221,16 @@ def test_a_simulated_block_agrees_with_automatic_differentiation() -> None:
 
         single.append(share_of(solved, parts(x[0, i])[0], x[0, i]))
     measured = mobility_test(run, tokens=10)
-    assert float(measured.share[0, 0]) == pytest.approx(np.mean(single), rel=1e-9)
+    assert float(measured.antisymmetric_share[0, 0]) == pytest.approx(np.mean(single), rel=1e-9)
 
 
 def test_values_do_not_depend_on_chunks_and_single_keys_have_none() -> None:
     model = small_gpt2()
     whole, parts = (mobility_test(hs.record(model, IDS, batch_size=size), tokens=2, seed=3) for size in (2, 1))
-    for name in ("share", "share_null", "outside_range"):
+    for name in ("antisymmetric_share", "antisymmetric_share_null", "outside_range"):
         assert whole[name].values == pytest.approx(parts[name].values, rel=1e-6)
     alone = mobility_test(hs.record(model, IDS[:, :1]))
-    assert np.isnan(alone.share.values).all()
+    assert np.isnan(alone.antisymmetric_share.values).all()
 
 
 def test_refusals_are_sentences() -> None:

@@ -10,7 +10,7 @@ from tests.observe.test_damage import by_loops
 
 from helmscope.intervene import Arm, AttentionMode, GaugeTransform, Perturb, ShiftKeys, WeightNoise, with_parameters
 from helmscope.models import KeptTensors, record
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.observe import (
     NoiseForm,
     noise_table_as_printed,
@@ -41,12 +41,12 @@ def recorded(dtype=torch.float64, **options):
 def test_noise_on_activations_and_on_weights_by_loops():
     recording = recorded()
     noise = query_key_noise(
-        recording, forms=[NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS], sigmas=[0.4], seeds=2, seed=7,
+        recording, forms=[NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS], sigmas=[0.4], draws=2, seed=7,
         sites=[Site.QUERY, Site.VALUE],
     )  # fmt: skip
     plain, ids = recording.logits(), recording.batch.inputs["input_ids"]
     weights = WeightNoise.of(recording)
-    kept = record(recording.anatomy.model, ids, keep=KeptTensors.KERNELS).kept["weights"]
+    kept = record(recording.anatomy.model, ids, keep=KeptTensors.KERNELS).kept["kernel"]
     for site in (Site.QUERY, Site.VALUE):
         edited = recording.under(Perturb(site=site, sigma=0.4, seed=8), keep=KeptTensors.KERNELS)
         with with_parameters(recording.anatomy.model, weights.values(site, sigma=0.4, seed=8)):
@@ -56,7 +56,7 @@ def test_noise_on_activations_and_on_weights_by_loops():
             found = noise.sel(form=form, site=site.value, draw=8, sigma=0.4)
             for name, expected in ((KL, kl), (ENTROPY, entropy), (TOP, top)):
                 assert np.abs(found[name].values - expected).max() < 1e-12, (form, name)
-        same = edited.kept["weights"].argmax(-1) == kept.argmax(-1)
+        same = edited.kept["kernel"].argmax(-1) == kept.argmax(-1)
         expected = same[..., 1:].double().mean((0, 2, 3))
         found = noise.top_key_agreement.sel(form="activations", site=site.value, draw=8, sigma=0.4)
         assert np.abs(found.values - expected.numpy()).max() < 1e-12
@@ -65,7 +65,7 @@ def test_noise_on_activations_and_on_weights_by_loops():
 
 def test_draws_together_are_those_alone_in_every_form():
     many, few = (
-        query_key_noise(recorded(batch_size=size), forms=ALL, sigmas=[0.3], seeds=3, layers=[1]) for size in (64, 2)
+        query_key_noise(recorded(batch_size=size), forms=ALL, sigmas=[0.3], draws=3, layers=[1]) for size in (64, 2)
     )
     for name in (KL, ENTROPY, TOP, "top_key_agreement"):
         assert np.abs(many[name] - few[name]).max() < 1e-12, name
@@ -75,15 +75,15 @@ def test_draws_together_are_those_alone_in_every_form():
 
 def test_noise_in_one_layer_at_a_time():
     recording = recorded()
-    by_layer = query_key_noise_by_layer(recording, form=NoiseForm.MATCHED, sigma=0.3, seeds=2)
-    alone = query_key_noise(recording, forms=[NoiseForm.MATCHED], sigmas=[0.3], seeds=2, layers=[2])
+    by_layer = query_key_noise_by_layer(recording, form=NoiseForm.MATCHED, sigma=0.3, draws=2)
+    alone = query_key_noise(recording, forms=[NoiseForm.MATCHED], sigmas=[0.3], draws=2, layers=[2])
     assert np.array_equal(by_layer.kl.sel(layer=2), alone.kl.isel(form=0, sigma=0))
     assert by_layer.kl.dims == ("layer", "site", "draw", "prompt")
 
 
 def test_the_gauge_multiplies_the_printed_ratio_by_its_fourth_power_and_leaves_the_fair_ones():
     recording = recorded()
-    options = {"sigmas": [1e-3], "seeds": 2}
+    options = {"sigmas": [1e-3], "draws": 2}
     plain, gauged = (
         query_key_noise_ratio(query_key_noise(each, forms=ALL, **options))
         for each in (recording, recording.under(GaugeTransform(factor=2)))
@@ -97,8 +97,8 @@ def test_the_gauge_multiplies_the_printed_ratio_by_its_fourth_power_and_leaves_t
 def test_the_ratio_in_another_gauge_is_that_of_rescaled_noise():
     recording, c, sigma = recorded(), 3.0, 0.2
     forms = [NoiseForm.ACTIVATIONS]
-    gauged = query_key_noise(recording.under(GaugeTransform(factor=c)), forms=forms, sigmas=[sigma], seeds=2)
-    rescaled = query_key_noise(recording, forms=forms, sigmas=[sigma / c, c * sigma], seeds=2).kl
+    gauged = query_key_noise(recording.under(GaugeTransform(factor=c)), forms=forms, sigmas=[sigma], draws=2)
+    rescaled = query_key_noise(recording, forms=forms, sigmas=[sigma / c, c * sigma], draws=2).kl
     expected = rescaled.sel(site="key").isel(sigma=1) / rescaled.sel(site="query").isel(sigma=0)
     found = gauged.kl.sel(site="key").isel(sigma=0) / gauged.kl.sel(site="query").isel(sigma=0)
     assert np.abs(found / expected.values - 1).max() < 1e-5
@@ -109,7 +109,7 @@ def test_a_shift_of_all_keys_changes_only_the_forms_that_see_it():
     shift = ShiftKeys(vector=torch.full((8,), 3.0, dtype=torch.float64))
     forms = [NoiseForm.ACTIVATIONS, NoiseForm.CENTERED, NoiseForm.MATCHED, NoiseForm.RELATIVE]
     plain, shifted = (
-        query_key_noise(each, forms=forms, sigmas=[0.3], seeds=1).kl for each in (recording, recording.under(shift))
+        query_key_noise(each, forms=forms, sigmas=[0.3], draws=1).kl for each in (recording, recording.under(shift))
     )
     change = np.abs(shifted / plain - 1)
     assert change.sel(form=["activations", "centered", "matched"]).max() < 1e-8
@@ -119,7 +119,7 @@ def test_a_shift_of_all_keys_changes_only_the_forms_that_see_it():
 def test_blocks_that_write_nothing_are_not_damaged():
     recording = recorded()
     silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
-    noise = query_key_noise(silent, sigmas=[0.5], seeds=1)
+    noise = query_key_noise(silent, sigmas=[0.5], draws=1)
     assert noise.kl.max() == 0
     assert query_key_noise_ratio(noise).isnull().all()
 
@@ -160,9 +160,9 @@ def test_ratio_slope_and_kinds_in_closed_form():
 
 def test_the_table_as_printed():
     recording = recorded()
-    table = noise_table_as_printed(recording, seeds=2, seed=3)
+    table = noise_table_as_printed(recording, draws=2, seed=3)
     forms = [NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS]
-    noise = query_key_noise(recording, forms=forms, seeds=2, seed=3)
+    noise = query_key_noise(recording, forms=forms, draws=2, seed=3)
     assert table.printed_query.values.tolist() == [0.0007, 0.0342, 0.1237]
     assert table.printed_key.values.tolist() == [0.0013, 0.0296, 0.1581]
     cell = noise.kl.sel(form="weights", sigma=0.05)
@@ -186,7 +186,7 @@ def test_refusals():
         query_key_noise(recording, forms=["matched"])
     with pytest.raises(HelmscopeError, match=r"sites holds Site.VALUE, but NoiseForm.MATCHED compares queries"):
         query_key_noise(recording, sites=[Site.VALUE])
-    with pytest.raises(HelmscopeError, match="seeds is 0, but it must be"):
-        query_key_noise(recording, seeds=0)
+    with pytest.raises(HelmscopeError, match="draws is 0, but it must be"):
+        query_key_noise(recording, draws=0)
     with pytest.raises(HelmscopeError, match="needs attention that is causal"):
         query_key_noise(record(tiny_model("bert"), inputs_of("bert")))

@@ -14,7 +14,7 @@ from helmscope.fields.activations import GELU, GELUTanh, QuickGELU, Sigmoid, SiL
 from helmscope.fields.jacobian_algebra import JacobianAlgebra
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.record import record
-from helmscope.observe.drift import DriftAndSwirl, drift_and_swirl
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, drift_and_swirl
 from helmscope.observe.measure import streaming_instruments
 from helmscope.observe.mlp_parts import prepare_mlp
 
@@ -104,7 +104,7 @@ CLOUDS = hs.sphere.retract(normal(2, 100, 5))
 
 
 def test_only_what_needs_the_jacobian_is_sampled():
-    """With 7 of 100 tokens, the swirl index is the mean over these; all other quantities are those of all tokens."""
+    """With 7 of 100 tokens, the antisymmetric share is the mean over these; the rest is that of all tokens."""
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
     seen, whole = drift_and_swirl(run, tokens=7), drift_and_swirl(run, tokens=None)
     places = [round(99 * k / 6) for k in range(7)]

@@ -10,7 +10,7 @@ from helmscope.intervene.attention import MaskKeys
 from helmscope.intervene.edit import Edit
 from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
-from helmscope.models.watch import Chunk, Site
+from helmscope.models.sites import Chunk, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.sink_damage import SinkEdits, sink_damage
 from helmscope.stats.replicates import halves
@@ -62,7 +62,7 @@ def test_all_heads_of_a_layer_agree_with_edited_values_and_masked_keys(family):
         },
     )
     assert damage.edit.values.tolist() == expected.edit.values.tolist()
-    for name in ("kl", "increase"):
+    for name in ("kl", "loss_increase"):
         # transformers computes the rows of llama and gpt_oss in float32
         np.testing.assert_allclose(damage[name], expected[name], rtol=1e-9 if family == "gpt2" else 1e-4, atol=1e-10)
     assert float(damage.kl.min()) > 0
@@ -104,8 +104,8 @@ def test_padding_does_not_matter():
 
 def test_wrong_arguments_are_refused():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
-    with pytest.raises(HelmscopeError, match=r"sink_weight is 2, but no head has a mean weight .* above 0\.\d+$"):
-        sink_damage(recording, sink_weight=2.0)
+    with pytest.raises(HelmscopeError, match=r"threshold is 2, but no head has a mean weight .* above 0\.\d+$"):
+        sink_damage(recording, threshold=2.0)
     with pytest.raises(HelmscopeError, match="layer"):
         sink_damage(recording, heads="L99H0")
     with pytest.raises(HelmscopeError, match="recording has 2 prompts, but the mean over other prompts"):

@@ -54,7 +54,7 @@ def of_head(kernel, value, first_query):
     mean = sum(lambdas) / len(lambdas)
     mass = sum(masses) / len(masses)
     return {
-        "sink_weight": mean,
+        "first_token_mass": mean,
         "sink_share": sum(weight > 0.3 for weight in lambdas) / len(lambdas),
         "is_sink": float(mean > 0.3),
         "row_mass": mass,
@@ -93,8 +93,8 @@ def test_a_planted_sink():
     """Weights (.7, .1, .1, .1) of every query: lambda = .7, and V_ctx is the mean of three orthogonal unit vectors."""
     bias = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=F64).log().expand(4, 4)
     measured = attention_sinks(integrate(SA(beta=0.0, bias=bias), torch.eye(4, dtype=F64), [0.0]))
-    assert measured.sink_weight.dims == ("time", "system")
-    assert measured.sink_weight.item() == pytest.approx(0.7, abs=1e-14)
+    assert measured.first_token_mass.dims == ("time", "system")
+    assert measured.first_token_mass.item() == pytest.approx(0.7, abs=1e-14)
     assert (measured.sink_share.item(), measured.is_sink.item()) == (1.0, 1.0)
     assert measured.sink_value_norm_ratio.item() == pytest.approx(3**0.5, abs=1e-13)
 
@@ -102,7 +102,7 @@ def test_a_planted_sink():
 def test_the_context_is_undefined_where_the_sink_has_all_weight():
     recording = record(tiny_model("gpt2", dtype=F64), torch.tensor([[5], [6]]))
     alone = attention_sinks(recording, first_query=0)
-    assert (alone.sink_weight == 1).all()
+    assert (alone.first_token_mass == 1).all()
     assert alone.sink_value_norm_ratio.isnull().all()
     assert all(values.isnull().all() for values in attention_sinks(recording).data_vars.values())  # no query is left
 

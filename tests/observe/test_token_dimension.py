@@ -104,7 +104,7 @@ def test_known_dimensions_of_a_simulated_cloud() -> None:
     [
         (lambda x: token_dimension(path(x[:, :, :8])), "system 0 has 7 different tokens that count, but .* at least 9"),
         (lambda x: token_dimension(path(x), neighbors=(1,)), "neighbors is 1, but it must be a whole number >= 2"),
-        (lambda x: position_dimension(path(x[:, :8])), "source has 8 systems, but the dimension of the tokens at one"),
+        (lambda x: position_dimension(path(x[:, :8])), "system has 8 systems, but the dimension of the tokens at one"),
         (lambda x: token_dimension(path(torch.full_like(x, torch.nan))), "states of system 0 hold NaN"),
     ],
 )

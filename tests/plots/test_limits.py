@@ -10,10 +10,10 @@ import xarray as xr
 import helmscope as hs
 from helmscope.observe.probes import ProbeBank
 from helmscope.plots.limits import DrawnCurve, cut_outlying, usual_range
-from helmscope.plots.measured import draw_variable
 from helmscope.plots.measurements import measurements_figure
 from helmscope.plots.probes import along_axes
 from helmscope.plots.style import new_figure
+from helmscope.plots.variable_panel import draw_variable
 
 LAYERS = np.arange(12.0)
 SHARES = np.array([-86.0, *np.linspace(0.7, 0.85, 11)])

@@ -47,7 +47,7 @@ def test_words_on_the_picture():
     assert told == "SA   (4 systems; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
-        *("close pairs, <x,y> >= 1 - 0.01", "order parameter |mean x|"),
+        *("close pairs, <x,y> >= 0.99", "order parameter |mean x|"),
         *("clusters at radius 0.2", "effective rank (entropy)"),
         "interaction energy, beta = 2",
     ]

@@ -164,5 +164,5 @@ def test_missing_extras_say_how_to_get_them(monkeypatch):
 
 def test_what_is_no_diagram_is_refused():
     for draw in (phase_figure, phase_page):
-        with pytest.raises(hs.HelmscopeError, match="data has no 'probability' over beta and time"):
+        with pytest.raises(hs.HelmscopeError, match="diagram has no 'probability' over beta and time"):
             draw(ONE.isel(time=0, drop=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helmscope.plots.projection import ELEVATION, MOST_ROWS, PrincipalPlane, facing, orthographic
+from helmscope.plots.projection import ELEVATION, MAX_ROWS, PrincipalPlane, facing, orthographic
 
 AXES = np.eye(3)
 
@@ -81,7 +81,7 @@ def test_one_point_and_coinciding_points_have_a_plane():
 
 
 def test_many_points_are_thinned_for_the_directions_only():
-    points = np.random.default_rng(1).normal(size=(3 * MOST_ROWS, 4)) * [5.0, 3.0, 1.0, 0.1]
+    points = np.random.default_rng(1).normal(size=(3 * MAX_ROWS, 4)) * [5.0, 3.0, 1.0, 0.1]
     plane = PrincipalPlane.of(points, centered=False)
     assert np.abs(plane.directions[[0, 1], [0, 1]]).min() > 0.99
     inside = np.square(points @ plane.directions).sum() / np.square(points).sum()

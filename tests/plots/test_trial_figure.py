@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from helmscope.claims.trial import Trial
 from helmscope.plots.draw import plot
-from helmscope.plots.measured import draw_variable, heading
 from helmscope.plots.style import new_figure, png, svg
 from helmscope.plots.trial import NARROW, LinearAxis, LogAxis, SymmetricLogAxis, choose_axis, trial_figure
+from helmscope.plots.variable_panel import draw_variable, heading
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import (
     Control,

@@ -388,7 +388,7 @@ def test_a_hostile_entry_of_a_users_catalogue_is_escaped():
     )
     data = xr.Dataset({"a": 1.0, "a_stderr": 0.1}, attrs={"n": 3})
     data.a.attrs["long_name"] = NASTY
-    text = page({NASTY: entry}, [Trial(verdict, data)], folder=NASTY, title=NASTY, options=[NASTY], date=NASTY)
+    text = page({NASTY: entry}, [Trial(verdict, data)], claims_folder=NASTY, title=NASTY, options=[NASTY], date=NASTY)
     root = tree(text)
     assert len(root.all("script")) == 1
     assert "{{ 7*7 }}" in root.all("title")[0].text
@@ -410,7 +410,7 @@ def test_a_users_catalogue_has_its_own_sources_and_commands():
     entry = msgspec.structs.replace(CATALOGUE["rate"], id="my-rate", source="my notes", printed=None, corrected="")
     trial = Trial(replace(KURAMOTO.verdict, claim="my-rate", subject="my model"), KURAMOTO.data)
     words = {("my-rate", "my model"): ["--model", "my model/", "--texts", "a.txt"]}
-    text = page({"my-rate": entry}, [trial], seed=3, folder="my claims", options=["my model/"], selections=words)
+    text = page({"my-rate": entry}, [trial], seed=3, claims_folder="my claims", options=["my model/"], selections=words)
     card = cards(text)["my-rate"]
     command = "helmscope claims test my-rate --seed 3 --from 'my claims' --model 'my model/' --texts a.txt"
     assert command in card.text

@@ -125,8 +125,8 @@ def test_processes_share_memory(folder):
     with pytest.raises(UnitsFailed) as caught:
         run_units(units, folder, manifest=MANIFEST, engine=Processes(2, max_memory=parse_size("max_memory", "1GB")))
     assert str(caught.value) == (
-        "unit 'large' failed: it needs more memory than its 500 MB, which is max_memory over 2 jobs: lower jobs or "
-        f"raise max_memory; 1 result is kept in {folder.path}/units"
+        "unit 'large' failed: it needs more memory than its 500 MB, which is max_memory over 2 workers: lower workers "
+        f"or raise max_memory; 1 result is kept in {folder.path}/units"
     )
 
 
@@ -148,7 +148,7 @@ def test_every_kind_of_memory_error_is_recognized(monkeypatch, error):
 
     monkeypatch.setattr(sys.modules["helmscope.runs.attempt"], "encode_result", failing)
     unit = Unit("a", divide, {"a": 1, "b": 2})
-    assert attempt(unit, Limits()).reason == "memory ran out: lower jobs or make the unit smaller"
+    assert attempt(unit, Limits()).reason == "memory ran out: lower workers or make the unit smaller"
 
 
 def test_the_memory_error_of_torch_is_recognized():
@@ -190,21 +190,21 @@ def test_other_sizes_are_refused(text):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Processes(0), "jobs is 0, but it must be a whole number >= 1"),
-        (lambda: Processes(1.5), "jobs is 1.5, but it must be a whole number >= 1"),
+        (lambda: Processes(0), "workers is 0, but it must be a whole number >= 1"),
+        (lambda: Processes(1.5), "workers is 1.5, but it must be a whole number >= 1"),
         (lambda: Processes(2, max_memory=0), "max_memory is 0, but it must be a whole number >= 1"),
         (lambda: Processes(2, threads=0), "threads is 0, but it must be a whole number >= 1"),
         (lambda: Serial(threads=True), "threads is True, but it must be a whole number >= 1"),
         (lambda: Serial(max_memory="4GB"), "max_memory is '4GB', but it must be a whole number >= 1"),
         (
             lambda: Serial(max_memory=FLOOR - 1),
-            "max_memory is 63999999 bytes and jobs is 1, but each job needs at least 64 MB for Python "
+            "max_memory is 63999999 bytes and workers is 1, but each worker needs at least 64 MB for Python "
             "and NumPy alone: raise max_memory",
         ),
         (
             lambda: Processes(4, max_memory=10**8),
-            "max_memory is 100000000 bytes and jobs is 4, but each job needs at least 64 MB for Python "
-            "and NumPy alone: lower jobs or raise max_memory",
+            "max_memory is 100000000 bytes and workers is 4, but each worker needs at least 64 MB for Python "
+            "and NumPy alone: lower workers or raise max_memory",
         ),
     ],
 )
@@ -236,11 +236,11 @@ def test_an_error_of_several_lines_is_one_sentence(text, reason):
 # Processes that die ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_unit_that_kills_its_process_is_named_and_the_others_complete(folder, jobs):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_unit_that_kills_its_process_is_named_and_the_others_complete(folder, workers):
     units = [*mixture(4), Unit("die", die), *(Unit(f"later-{i}", numbers, {"seed": i}) for i in range(4))]
     with pytest.raises(UnitsFailed) as caught:
-        run_units(units, folder, manifest=MANIFEST, engine=Processes(jobs))
+        run_units(units, folder, manifest=MANIFEST, engine=Processes(workers))
     assert str(caught.value) == f"unit 'die' failed: {DIED}; 8 results are kept in {folder.path}/units"
     assert caught.value.result["later-3"] == numbers(3)
 

@@ -52,7 +52,7 @@ def changed(**versions: str):
         (changed(torch="9.9"), Serial(), f"torch {MANIFEST.packages['torch']} (now 9.9)"),
         (replace(MANIFEST, helmscope="9"), Serial(), f"helmscope {MANIFEST.helmscope} (now 9)"),
         (replace(MANIFEST, python="4.0"), Serial(), f"python {MANIFEST.python} (now 4.0)"),
-        (replace(MANIFEST, platform="Plan 9"), Serial(), f"platform {MANIFEST.platform} (now Plan 9)"),
+        (replace(MANIFEST, platform="RunPlan 9"), Serial(), f"platform {MANIFEST.platform} (now RunPlan 9)"),
         (MANIFEST, Serial(threads=2), "threads 1 (now 2)"),
         (
             replace(MANIFEST, python="4.0"),

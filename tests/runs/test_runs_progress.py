@@ -44,7 +44,7 @@ def screen_lines(screen: Terminal) -> list[str]:
 
 
 def test_plain_lines_report_the_first_unit_and_every_tenth(clock, capsys):
-    with unit_progress("sweep", total=40, done=4, jobs=1) as tick:
+    with unit_progress("sweep", total=40, done=4, workers=1) as tick:
         for _ in range(36):
             clock[0] += 20.0
             tick()
@@ -62,7 +62,7 @@ def test_plain_lines_report_the_first_unit_and_every_tenth(clock, capsys):
 
 def test_a_bar_on_a_terminal(clock, monkeypatch):
     screen = terminal(monkeypatch)
-    with unit_progress("sweep", total=4, done=1, jobs=1) as tick:
+    with unit_progress("sweep", total=4, done=1, workers=1) as tick:
         for _ in range(3):
             clock[0] += 7200.0
             tick()
@@ -87,11 +87,11 @@ def test_a_slow_import_is_announced_on_a_terminal_only(monkeypatch, tmp_path, ca
 
 def test_the_estimate_accounts_for_parallel_jobs():
     # 8 units of 10 s on 4 processes: one is done, the other three are about to finish
-    assert remaining(10.0, done=1, left=7, jobs=4) == 17.5
-    assert remaining(10.0, done=4, left=4, jobs=4) == 10.0
+    assert remaining(10.0, done=1, left=7, workers=4) == 17.5
+    assert remaining(10.0, done=4, left=4, workers=4) == 10.0
     # fewer units than processes
-    assert remaining(10.0, done=1, left=1, jobs=8) == 5.0
-    assert remaining(30.0, done=3, left=5, jobs=1) == 50.0
+    assert remaining(10.0, done=1, left=1, workers=8) == 5.0
+    assert remaining(30.0, done=3, left=5, workers=1) == 50.0
 
 
 @pytest.mark.parametrize(

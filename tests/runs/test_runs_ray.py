@@ -26,9 +26,9 @@ def test_a_missing_package_is_reported_before_any_work(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"jobs": 0}, "jobs is 0, but it must be a whole number >= 1"),
-        ({"jobs": 2, "threads": 0}, "threads is 0, but it must be a whole number >= 1"),
-        ({"jobs": 2, "address": 10001}, "address is 10001, but it must be a str such as 'ray://head:10001' or None"),
+        ({"workers": 0}, "workers is 0, but it must be a whole number >= 1"),
+        ({"workers": 2, "threads": 0}, "threads is 0, but it must be a whole number >= 1"),
+        ({"workers": 2, "address": 10001}, "address is 10001, but it must be a str such as 'ray://head:10001' or None"),
     ],
 )
 def test_bad_input_is_refused(options, sentence):

@@ -202,8 +202,8 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
         ({"heading": 3}, "heading is an int, but it must be a str or None"),
         ({"fail_fast": "x"}, "fail_fast is a str, but it must be True or False"),
         ({"allow_mixed": 1}, "allow_mixed is an int, but it must be True or False"),
-        ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
-        ({"engine": Serial}, f"engine is {Serial!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
+        ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(workers) or Ray(workers)"),
+        ({"engine": Serial}, f"engine is {Serial!r}, but it must be Serial(), Processes(workers) or Ray(workers)"),
     ],
 )
 def test_other_bad_input(folder, options, sentence):

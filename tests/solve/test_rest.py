@@ -11,7 +11,7 @@ import helmscope as hs
 from helmscope.fields.field import as_field
 from helmscope.solve import adaptive
 from helmscope.solve.flow import Flow
-from helmscope.solve.rest import MOST_COORDINATES, resting_state
+from helmscope.solve.rest import MAX_COORDINATES, resting_state
 
 F64 = torch.float64
 AT_0 = torch.zeros(1, 1, 1, dtype=F64)
@@ -178,7 +178,7 @@ def test_a_turning_state_is_not_at_rest():
 
 
 def test_attracting_tokens_stay_in_their_hull_however_many_and_however_long():
-    n = MOST_COORDINATES
+    n = MAX_COORDINATES
     x = hs.VonMisesFisher(n=n, dim=3, kappa=1e20).sample(seed=0)
     field = hs.SA(beta=4.0)
     assert torch.equal(resting_state(Flow(as_field(field)), x[None], 1.0, duration=1e12, tol=1e-8)[0], x)

@@ -17,7 +17,7 @@ from helmscope.models.record import record
 from helmscope.observe.arcs import arc_length
 from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
-from helmscope.observe.drift import drift_and_swirl
+from helmscope.observe.drift_and_swirl import drift_and_swirl
 from helmscope.observe.mlp_jacobian import mlp_jacobian
 from helmscope.observe.mlp_projection import mlp_projection
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights

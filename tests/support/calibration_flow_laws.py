@@ -174,7 +174,7 @@ BANK = ProbeBank.around(torch.eye(2, dtype=F64), seed=0)
 def draw_generator(size: int, count: int, generator: torch.Generator) -> Values:
     run = hs.integrate(linear(PUSH), uniform(generator, count, size, 2), times=[0.0, 1.0], stepper=Layer(1.0))
     measured = generator_test(run, bank=BANK, first_token=True, progress=False)
-    return picked(measured, "share", "share_second_moment")
+    return picked(measured, "share", "explained_share_second_moment")
 
 
 def generator_truths(size: int) -> dict[str, float]:
@@ -191,7 +191,7 @@ def generator_truths(size: int) -> dict[str, float]:
     drift = torch.func.jacfwd(values)(zero)
     second = torch.func.jacfwd(torch.func.jacfwd(values))(zero) / 2
     missed = [((change - each) ** 2).mean(0) / (change**2).mean(0) for each in (drift, drift + second)]
-    return {"share": 1 - float(missed[0].mean()), "share_second_moment": 1 - float(missed[1].mean())}
+    return {"share": 1 - float(missed[0].mean()), "explained_share_second_moment": 1 - float(missed[1].mean())}
 
 
 TURNED = torch.tensor([[1.0, 0.6, 0.0], [-0.2, 0.0, 0.5], [0.0, 0.1, -1.0]], dtype=F64)

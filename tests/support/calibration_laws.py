@@ -24,7 +24,7 @@ from helmscope.observe.attention_noise import attention_noise, attention_noise_s
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.context_noise import context_noise
-from helmscope.observe.temperature import effective_beta
+from helmscope.observe.effective_beta import effective_beta
 
 F64 = torch.float64
 PROMPTS = 32
@@ -107,7 +107,7 @@ def spectrum_truths(size: int) -> dict[str, float]:
 
 
 def draw_drift(size: int, count: int, generator: torch.Generator) -> Values:
-    return picked(attention_drift(_cloud(size, count, generator)), "drift", "drift_ratio", "mean_drift_norm")
+    return picked(attention_drift(_cloud(size, count, generator)), "drift", "drift_ratio", "norm_of_mean_drift")
 
 
 def draw_divergence(size: int, count: int, generator: torch.Generator) -> Values:
@@ -210,7 +210,7 @@ UNIFORM = f"uniform tokens on S^{DIM - 1}, V = I, equal weights"
 ATTENTION_LAWS = (
     Law("attention_noise", UNIFORM, "tokens", (8, 16, 32), draw_noise, noise_truths),
     Law("attention_noise_spectrum", UNIFORM, "tokens", (16, 64), draw_spectrum, spectrum_truths),
-    Law("attention_drift", UNIFORM, "tokens", (8, 32), draw_drift, zeros("drift", "drift_ratio", "mean_drift_norm")),
+    Law("attention_drift", UNIFORM, "tokens", (8, 32), draw_drift, zeros("drift", "drift_ratio", "norm_of_mean_drift")),
     Law("attention_surface_divergence", UNIFORM, "tokens", (8, 32), draw_divergence, zeros("surface_divergence")),
     Law(
         "attention_surface_divergence",

@@ -25,7 +25,7 @@ identified by algebra, not by name, and `helmscope doctor` reports what holds.
 
 An encoder-decoder model is recorded as two stacks, which have a line each.
 
-| family | topology | sphere | attention | q, k, v | sink | MLP | mid state |
+| family | topology | sphere | attention | q, k, v | sink | MLP | middle state |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -45,7 +45,7 @@ def coverage_row(family: str, recording: Recording) -> str:
         "weights only" if not certificate["heads"].ok else "yes" if anatomy.tapped else "seen",
         "yes" if "sink" in certificate["rows"].statement else "",
         f"{type(force).__name__}, {type(activation).__name__}",
-        "virtual" if any(line.name == "mid state" for line in certificate.lines) else "real",
+        "virtual" if any(line.name == "middle state" for line in certificate.lines) else "real",
     )
     return f"| {' | '.join(cells)} |\n"
 

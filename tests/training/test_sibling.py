@@ -111,7 +111,7 @@ def test_no_hook_is_left_and_the_precision_is_restored(training, ids, windows):
 
 
 def test_the_mlps_against_automatic_differentiation(training, ids, windows):
-    """The swirl index from the Jacobian of the MLP after its norm's gain and bias, and both shares of gates."""
+    """The antisymmetric share from the Jacobian of the MLP after its norm's gain and bias, and both shares of gates."""
     model = tiny(training)
     found = training.arms.measure_arms(model, ids, windows)
     middles = torch.from_numpy(direct_states(model, ids, "whole model")[1::2])

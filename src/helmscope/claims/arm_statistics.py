@@ -21,8 +21,8 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.recording import Recording
 from helmscope.models.subject import Subject
-from helmscope.observe.identity import token_decoding_accuracy
 from helmscope.observe.pairs import LEVELS, PairSet, cloud_statistics
+from helmscope.observe.token_decoding import token_decoding_accuracy
 from helmscope.types import HelmscopeError, Trajectory, pluralized
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from helmscope.stats.scales import PLAIN, RemainderScale, Scale
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
 
-LEAST_REST = 1e-15  # rounding of a share of 1
+MIN_REST = 1e-15  # rounding of a share of 1
 NOTHING_MOVES = "no token moves, and without a change of probes there is no share to explain"
 UNSPLIT = "there is no splitting defect, since the halves of a block do not add to the state that attention reads"
 DESCRIBED = {
-    "share": "share of the drift",
-    "share_second_moment": "share of drift and second moment",
-    "share_of_mean": "share of the drift in the change of the mean over tokens",
-    "share_first_state": "share of the drifts of both halves at the first state",
-    "share_sampled_step": "share of drift, second moment and Sigma_A",
+    "explained_share": "share of the drift",
+    "explained_share_second_moment": "share of drift and second moment",
+    "explained_share_of_mean": "share of the drift in the change of the mean over tokens",
+    "explained_share_first_state": "share of the drifts of both halves at the first state",
+    "explained_share_sampled_step": "share of drift, second moment and Sigma_A",
     "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
     "order": "order without the second moment",
     "order_sampling": "order with Sigma_A in place of the second moment",
@@ -34,8 +34,8 @@ DESCRIBED = {
 class BlockShares:
     """The generator test of a recording, over (block, prompt).
 
-    >>> nothing = xr.Dataset({"share": (("layer", "prompt"), [[np.nan, np.nan]])}, {"layer": [0]})
-    >>> BlockShares(nothing).every_block("share").reason
+    >>> nothing = xr.Dataset({"explained_share": (("layer", "prompt"), [[np.nan, np.nan]])}, {"layer": [0]})
+    >>> BlockShares(nothing).every_block("explained_share").reason
     'no token moves, and without a change of probes there is no share to explain'
     """
 
@@ -45,8 +45,9 @@ class BlockShares:
         """The values of a quantity over prompts by block, those that are defined; blocks with fewer than two are left
         out.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7], [np.nan, 1.0]])}, {"layer": [0, 1]})
-        >>> list(BlockShares(shares).blocks("share"))
+        >>> values = [[0.5, 0.7], [np.nan, 1.0]]
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), values)}, {"layer": [0, 1]})
+        >>> list(BlockShares(shares).blocks("explained_share"))
         ['block 0']
         """
         rows = self.measured[name].values
@@ -61,8 +62,8 @@ class BlockShares:
     def every_block(self, name: str, scale: Scale = PLAIN) -> Evidence:
         """The values in all blocks, averaged on a scale, or that there are none.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7, 0.6]])}, {"layer": [0]})
-        >>> BlockShares(shares).every_block("share").names
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), [[0.5, 0.7, 0.6]])}, {"layer": [0]})
+        >>> BlockShares(shares).every_block("explained_share").names
         ['block 0']
         """
         blocks = self.blocks(name)
@@ -73,18 +74,19 @@ class BlockShares:
     def shares(self, name: str) -> Evidence:
         """The shares in all blocks: what they lack to 1 is positive and skewed, and averaged as a logarithm.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.9, 0.99, 0.999]])}, {"layer": [0]})
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), [[0.9, 0.99, 0.999]])}, {"layer": [0]})
         >>> from helmscope.types import Region
-        >>> round(BlockShares(shares).shares("share").weigh(Region(text="at least 0.9", low=0.9)).interval.estimate, 6)
+        >>> evidence = BlockShares(shares).shares("explained_share")
+        >>> round(evidence.weigh(Region(text="at least 0.9", low=0.9)).interval.estimate, 6)
         0.99
         """
-        return BlockShares(self.measured.clip(max=1 - LEAST_REST)).every_block(name, RemainderScale())
+        return BlockShares(self.measured.clip(max=1 - MIN_REST)).every_block(name, RemainderScale())
 
     def median(self, name: str) -> np.ndarray | None:
         """The median over blocks of a quantity, one value per prompt; None if it was left out or is not defined.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7], [0.9, 0.1]])}, {"layer": [0, 1]})
-        >>> BlockShares(shares).median("share").round(3).tolist()
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), [[0.5, 0.7], [0.9, 0.1]])}, {"layer": [0, 1]})
+        >>> BlockShares(shares).median("explained_share").round(3).tolist()
         [0.7, 0.4]
         """
         if name not in self.measured or not self.blocks(name):
@@ -96,8 +98,8 @@ class BlockShares:
     def span(self, name: str) -> str:
         """The range of the means over prompts, with the blocks of its ends.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7], [0.9, 0.1]])}, {"layer": [0, 1]})
-        >>> BlockShares(shares).span("share")
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), [[0.5, 0.7], [0.9, 0.1]])}, {"layer": [0, 1]})
+        >>> BlockShares(shares).span("explained_share")
         '0.5 (block 1) to 0.6 (block 0)'
         """
         means = {block: float(row.mean()) for block, row in self.blocks(name).items()}
@@ -116,7 +118,7 @@ class BlockShares:
     def described(self) -> dict[str, Evidence]:
         """What is reported and not judged.
 
-        >>> shares = xr.Dataset({"share": (("layer", "prompt"), [[0.5, 0.7]])}, {"layer": [0]})
+        >>> shares = xr.Dataset({"explained_share": (("layer", "prompt"), [[0.5, 0.7]])}, {"layer": [0]})
         >>> list(BlockShares(shares).described())
         ['share of the drift, median over blocks']
         """
@@ -150,7 +152,7 @@ class BlockShares:
         ]
         missed = curve(
             "missed",
-            1 - measured.kind_share.transpose("prompt", "layer", "kind").values,
+            1 - measured.explained_share_by_kind.transpose("prompt", "layer", "kind").values,
             {"block": self.layers, "kind": kinds},
             label="share of the change that the drift misses",
             log=True,
@@ -161,26 +163,26 @@ class BlockShares:
     def remark(self, silent: BlockShares) -> str:
         """The measured values in sentences; ``silent`` has blocks that write nothing.
 
-        >>> names = ("share", "share_second_moment", "share_null")
+        >>> names = ("explained_share", "explained_share_second_moment", "explained_share_null")
         >>> shares = xr.Dataset({name: (("layer", "prompt"), [[0.5, 0.7]]) for name in names}, {"layer": [0]})
         >>> BlockShares(shares).remark(BlockShares(shares * np.nan))
         'The share of the drift runs from 0.6 (block 0) to 0.6 (block 0), with the second moment from ...'
         """
         sentences = [
             f"The share of the drift runs from {self.span('share')}, with the second moment from "
-            f"{self.span('share_second_moment')}; permuted updates have {self.span('share_null')}."
+            f"{self.span('explained_share_second_moment')}; permuted updates have {self.span('explained_share_null')}."
         ]
         if self.median("splitting_defect") is not None:
             sentences.append(
-                f"The drifts of both halves at the first state explain {self.span('share_first_state')}, and the "
-                f"splitting defect is {self.span('splitting_defect')} of the change."
+                f"The drifts of both halves at the first state explain {self.span('explained_share_first_state')}, and "
+                f"the splitting defect is {self.span('splitting_defect')} of the change."
             )
         if self.median("sampling_error") is not None:
             sentences.append(
                 f"Sigma_A:Hess phi, which deterministic attention lacks, would add {self.span('sampling_error')} of "
                 "the mean squared change."
             )
-        if silent.blocks("share"):
+        if silent.blocks("explained_share"):
             sentences.append(
                 f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('share')}."
             )

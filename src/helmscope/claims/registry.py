@@ -136,15 +136,15 @@ class Registered:
     """A registered experiment: its claim, function, approximate duration in seconds on each kind of subject that it can
     run on, its default subjects, and whether it compares two models.
 
-    >>> Registered("my-claim", lambda case: None, {SubjectKind.SIMULATION: 2.0}).defaults
+    >>> Registered("my-claim", lambda case: None, {SubjectKind.SIMULATION: 2.0}).default_subjects
     (<Subject simulation>,)
     """
 
     claim: str
     function: Experiment
     seconds: Mapping[SubjectKind, float]
-    defaults: tuple[Subject, ...] = (SIMULATION,)
-    compares: bool = False
+    default_subjects: tuple[Subject, ...] = (SIMULATION,)
+    compares_models: bool = False
 
     @property
     def subject_kinds(self) -> tuple[SubjectKind, ...]:
@@ -168,7 +168,7 @@ class Registered:
         other: Subject | None = None,
         entry: Entry | None = None,
     ) -> TrialCase:
-        """The conditions of a run on ``subject`` (and ``other``), by default on the first of ``defaults``.
+        """The conditions of a run on ``subject`` (and ``other``), by default on the first of ``default_subjects``.
 
         Raises HelmscopeError for a subject that the experiment cannot run on.
 
@@ -179,8 +179,8 @@ class Registered:
         if subject is None and other is not None:
             raise HelmscopeError("other is given, but subject is not: pass both")
         if subject is None:
-            subject, *more = self.defaults
-            other = more[0] if self.compares else None
+            subject, *more = self.default_subjects
+            other = more[0] if self.compares_models else None
         case = TrialCase(seed, quick, subject, other, entry)
         if case.other is not None and case.other == case.subject:
             raise HelmscopeError(f"other is {case.other.name}, but it must differ from subject")
@@ -190,8 +190,8 @@ class Registered:
                 raise HelmscopeError(
                     f"{name} of claim '{self.claim}' is {tried.name}, but this claim can be tried on {allowed} only"
                 )
-        if (case.other is not None) != self.compares:
-            wanted = "two subjects: pass other" if self.compares else "one subject"
+        if (case.other is not None) != self.compares_models:
+            wanted = "two subjects: pass other" if self.compares_models else "one subject"
             given = "not given" if case.other is None else case.other.name
             raise HelmscopeError(f"other of claim '{self.claim}' is {given}, but this claim is tried on {wanted}")
         return case
@@ -215,17 +215,17 @@ def experiment(
     *,
     seconds: float | Mapping[str, float] = 1.0,
     subjects: Iterable[str] = (),
-    defaults: Iterable[Subject] = (),
-    compares: bool = False,
+    default_subjects: Iterable[Subject] = (),
+    compares_models: bool = False,
 ) -> Callable[[Experiment], Experiment]:
     """Decorator that registers a function, TrialCase -> Finding, as the experiment of a claim.
 
     ``seconds`` is its approximate duration, shown before a run: one number, or one for each kind of subject, such as
     ``{"simulation": 2, "model": 20}``. ``subjects`` lists what it can run on: "simulation" (the default), "model" or
-    both; the keys of ``seconds`` do the same. Each of ``defaults`` is tried on its own: by default the simulation, and
-    the bundled models A, B and tied. ``compares`` declares that it takes a second model, ``case.other``; the two are
-    then the defaults. Raises HelmscopeError for arguments that are not allowed, and unless the decorated object is a
-    function.
+    both; the keys of ``seconds`` do the same. Each of ``default_subjects`` is tried on its own: by default the
+    simulation, and the bundled models A, B and tied. ``compares_models`` declares that it takes a second model,
+    ``case.other``; the two are then the defaults. Raises HelmscopeError for arguments that are not allowed, and unless
+    the decorated object is a function.
 
     >>> @experiment("doctest-claim", seconds=2)
     ... def trial(case): ...
@@ -235,12 +235,12 @@ def experiment(
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id: @experiment('my-claim')")
     durations = _durations(claim, seconds, subjects)
-    chosen = _check_defaults(claim, defaults, durations, compares)
+    chosen = _check_defaults(claim, default_subjects, durations, compares_models)
 
     def register(function: Experiment) -> Experiment:
         if not inspect.isfunction(function):
             raise HelmscopeError(f"experiment of '{claim}' is {type_with_article(function)}, but it must be a function")
-        registered = Registered(claim, function, durations, chosen, compares)
+        registered = Registered(claim, function, durations, chosen, compares_models)
         registered.case()  # raises if the default subjects do not suit
         _REGISTERED.append(registered)
         return function
@@ -268,18 +268,18 @@ def _durations(claim: str, seconds: float | Mapping[str, float], subjects: Itera
 
 
 def _check_defaults(
-    claim: str, defaults: Iterable[Subject], durations: Mapping[SubjectKind, float], compares: bool
+    claim: str, default_subjects: Iterable[Subject], durations: Mapping[SubjectKind, float], compares_models: bool
 ) -> tuple[Subject, ...]:
-    subjects = tuple(defaults) if isinstance(defaults, Iterable) else (defaults,)
+    subjects = tuple(default_subjects) if isinstance(default_subjects, Iterable) else (default_subjects,)
     if not all(isinstance(subject, Subject) for subject in subjects):
-        raise HelmscopeError(f"defaults of '{claim}' is {subjects!r:.80}, but it must hold Subjects")
-    if not subjects and compares:
+        raise HelmscopeError(f"default_subjects of '{claim}' is {subjects!r:.80}, but it must hold Subjects")
+    if not subjects and compares_models:
         subjects = BOX_MODELS[:2]
     if not subjects:
         simulated = (SIMULATION,) if SubjectKind.SIMULATION in durations else ()
         subjects = simulated + (BOX_MODELS if SubjectKind.MODEL in durations else ())
-    if compares and len(subjects) != 2:
-        raise HelmscopeError(f"defaults of '{claim}' holds {len(subjects)} subjects, but a comparison needs 2")
+    if compares_models and len(subjects) != 2:
+        raise HelmscopeError(f"default_subjects of '{claim}' holds {len(subjects)} subjects, but a comparison needs 2")
     return subjects
 
 

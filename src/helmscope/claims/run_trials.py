@@ -71,7 +71,7 @@ def plan_trials(
     subjects: Sequence[Subject] = (),
     *,
     other: Subject | None = None,
-    folder: str | Path | None = None,
+    claims_folder: str | Path | None = None,
     held_out: bool = False,
 ) -> list[PlannedTrial]:
     """The trials of some claims on some subjects, by default on those that each experiment names: subject by subject,
@@ -88,12 +88,14 @@ def plan_trials(
         raise HelmscopeError(f"claims is {type_with_article(claims)}, but it must be a list of ids, such as ['rate']")
     pairs: list[tuple[str, Subject, Subject | None]] = []
     for claim in claims:
-        chosen = registered(claim, folder)
-        if chosen.compares:
+        chosen = registered(claim, claims_folder)
+        if chosen.compares_models:
             case = chosen.case(subject=subjects[0] if subjects else None, other=other)  # a comparison has one pair
             pairs.append((claim, case.subject, case.other))
             continue
-        defaults = tuple(subject.held_out() for subject in chosen.defaults) if held_out else chosen.defaults
+        defaults = (
+            tuple(subject.held_out() for subject in chosen.default_subjects) if held_out else chosen.default_subjects
+        )
         fitting = [subject for subject in subjects or defaults if chosen.fits(subject)]
         if not fitting:
             chosen.case(subject=subjects[0])  # raises: says what the claim can be tried on
@@ -119,15 +121,15 @@ def _short_labels(subjects: Sequence[Subject]) -> dict[Subject, str]:
 
 def run_trials(
     claims: Sequence[str],
-    to: RunFolder,
+    folder: RunFolder,
     *,
     seed: int = 0,
     quick: bool = False,
-    folder: str | Path | None = None,
+    claims_folder: str | Path | None = None,
     subjects: Sequence[Subject] = (),
     engine: Engine | None = None,
 ) -> list[Trial]:
-    """Run ``run_trial`` for several claims and subjects, as units of work in the run folder ``to``, and write
+    """Run ``run_trial`` for several claims and subjects, as units of work in the run folder ``folder``, and write
     verdicts.json there: one verdict for each claim and subject.
 
     ``subjects`` are by default those that each experiment names. If experiments fail, the others still run and their
@@ -140,17 +142,17 @@ def run_trials(
     ...     run_trials(["kuramoto"], RunFolder.new(root, "claims"), quick=True)[0].verdict.claim
     'kuramoto'
     """
-    planned = plan_trials(claims, subjects, folder=folder)
-    return run_planned(planned, to, seed=seed, quick=quick, folder=folder, engine=engine)
+    planned = plan_trials(claims, subjects, claims_folder=claims_folder)
+    return run_planned(planned, folder, seed=seed, quick=quick, claims_folder=claims_folder, engine=engine)
 
 
 def run_planned(
     planned: Sequence[PlannedTrial],
-    to: RunFolder,
+    folder: RunFolder,
     *,
     seed: int = 0,
     quick: bool = False,
-    folder: str | Path | None = None,
+    claims_folder: str | Path | None = None,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
     heading: str | None = None,
@@ -162,43 +164,43 @@ def run_planned(
     one after another in this process, after the engine's units, so that the model is recorded only once; so do all
     claims on a model in memory.
     """
-    path = None if folder is None else str(Path(folder).resolve())
+    path = None if claims_folder is None else str(Path(claims_folder).resolve())
     failed = None
     with _in_memory(planned):
         units = _units(planned, path, seed=seed, quick=quick)
         local = _local_units(planned)
         mixed = engine if engine is None or not local else _MixedEngine(engine, local)
         try:
-            result = run_units(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
+            result = run_units(units, folder, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
         except UnitsFailed as error:
             failed, result = error, error.result
     trials = [_decode_trial(result[name]) for name in result]
-    to.write_verdicts([trial.verdict for trial in trials])
+    folder.write_verdicts([trial.verdict for trial in trials])
     if failed is not None:
         raise TrialsFailed(result, trials) from failed
     return trials
 
 
 def trial_units(
-    plan: Sequence[PlannedTrial], *, seed: int = 0, quick: bool = False, folder: str | Path | None = None
+    plan: Sequence[PlannedTrial], *, seed: int = 0, quick: bool = False, claims_folder: str | Path | None = None
 ) -> list[Unit]:
     """The units of work that ``run_trials`` runs, one for each planned trial.
 
     >>> [unit.name for unit in trial_units(plan_trials(["kuramoto", "radial"]))]
     ['kuramoto', 'radial']
     """
-    path = None if folder is None else str(Path(folder).resolve())
+    path = None if claims_folder is None else str(Path(claims_folder).resolve())
     with _in_memory(plan):
         return _units(plan, path, seed=seed, quick=quick)
 
 
-def _units(plan: Sequence[PlannedTrial], folder: str | None, *, seed: int, quick: bool) -> list[Unit]:
-    shared = {"seed": TrialCase(seed, quick).seed, "quick": quick, "folder": folder}
+def _units(plan: Sequence[PlannedTrial], claims_folder: str | None, *, seed: int, quick: bool) -> list[Unit]:
+    shared = {"seed": TrialCase(seed, quick).seed, "quick": quick, "claims_folder": claims_folder}
     units = []
     for planned in plan:
         described = {"subject": _encode_subject(planned.subject)}
         described |= {} if planned.other is None else {"other": _encode_subject(planned.other)}
-        own = {"claim": planned.claim, "sources": sources(planned.claim, folder)}
+        own = {"claim": planned.claim, "sources": sources(planned.claim, claims_folder)}
         units.append(Unit(planned.name, trial_unit, own | shared | described))
     return units
 
@@ -208,7 +210,7 @@ def trial_unit(
     sources: dict[str, str],
     seed: int,
     quick: bool,
-    folder: str | None,
+    claims_folder: str | None,
     subject: dict[str, Any],
     other: dict[str, Any] | None = None,
 ) -> xr.Dataset:
@@ -219,7 +221,9 @@ def trial_unit(
     """
     second = None if other is None else _decode_subject(other)
     with redirect_stdout(sys.stderr):
-        trial = run_trial(claim, seed=seed, quick=quick, folder=folder, subject=_decode_subject(subject), other=second)
+        trial = run_trial(
+            claim, seed=seed, quick=quick, claims_folder=claims_folder, subject=_decode_subject(subject), other=second
+        )
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
 
 
@@ -231,8 +235,8 @@ class _MixedEngine:
     local: frozenset[str]
 
     @property
-    def jobs(self) -> int:
-        return self.engine.jobs
+    def workers(self) -> int:
+        return self.engine.workers
 
     @property
     def threads(self) -> int:

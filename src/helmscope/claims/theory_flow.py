@@ -12,8 +12,8 @@ from helmscope.geometry.sphere import retract
 from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length, matched_flow_times
+from helmscope.observe.effective_beta import effective_beta
 from helmscope.observe.pairs import PairSet, cloud_statistics
-from helmscope.observe.temperature import effective_beta
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.types import Trajectory

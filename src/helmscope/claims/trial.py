@@ -86,7 +86,7 @@ def run_trial(
     *,
     seed: int = 0,
     quick: bool = False,
-    folder: str | Path | None = None,
+    claims_folder: str | Path | None = None,
     subject: Subject | None = None,
     other: Subject | None = None,
     progress: ProgressOption = None,
@@ -94,23 +94,23 @@ def run_trial(
     """Run the experiment of one claim on one subject and judge its finding by the regions fixed in the catalogue.
 
     ``subject`` is the simulation or the model to try it on, by default the first one that the experiment names;
-    ``other`` is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``folder`` the claim
-    is one of a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. ``progress`` is
-    called with 1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment, for a
-    subject that it cannot be tried on, and if the experiment fails.
+    ``other`` is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``claims_folder``
+    the claim is one of a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts.
+    ``progress`` is called with 1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment,
+    for a subject that it cannot be tried on, and if the experiment fails.
 
     >>> run_trial("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     TrialCase(seed, quick)
     check_progress(progress)
-    chosen = registered(claim, folder)
-    entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
+    chosen = registered(claim, claims_folder)
+    entry = read_catalogue(claims_folder)[claim]  # read before the experiment, which cannot change what it is judged by
     case = chosen.case(seed, quick=quick, subject=subject, other=other, entry=entry)
     provenance = Provenance(
         entry=entry.hash,
         version=entry.version,
-        code=code_hash(claim, folder),
+        code=code_hash(claim, claims_folder),
         weights=" ".join(each.weights for each in case.subjects if not each.is_simulation),
         texts=" ".join(each.text_hash for each in case.subjects if not each.is_simulation),
     )
@@ -129,7 +129,7 @@ def run_trial(
     return Trial(replace(verdict, sentence=" ".join([verdict.sentence, *notices])), finding.data)
 
 
-def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
+def sources(claim: str, claims_folder: str | Path | None) -> dict[str, str]:
     """The hashes of a claim's entry and code: the file of its experiment, or all Python files of a user's folder, and
     one hash for all modules of this package that they import, directly or through others.
 
@@ -138,19 +138,23 @@ def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
     >>> list(sources("rate", None))
     ['rate.toml', 'rate.py', 'imported by rate']
     """
-    entry = read_catalogue(folder)[claim]
-    code = [code_file(experiments()[claim].function)] if folder is None else sorted(Path(folder).glob("*.py"))
+    entry = read_catalogue(claims_folder)[claim]
+    code = (
+        [code_file(experiments()[claim].function)]
+        if claims_folder is None
+        else sorted(Path(claims_folder).glob("*.py"))
+    )
     files = {path.name: hash_file(path) for path in code}
     return {f"{claim}.toml": entry.hash, **files, f"imported by {claim}": imported_hash(code)}
 
 
-def code_hash(claim: str, folder: str | Path | None) -> str:
+def code_hash(claim: str, claims_folder: str | Path | None) -> str:
     """SHA-256 of the hashes of a claim's code: all of ``sources`` but the entry.
 
     >>> len(code_hash("rate", None))
     64
     """
-    hashes = [digest for name, digest in sources(claim, folder).items() if name != f"{claim}.toml"]
+    hashes = [digest for name, digest in sources(claim, claims_folder).items() if name != f"{claim}.toml"]
     return hash_bytes(" ".join(hashes).encode())
 
 

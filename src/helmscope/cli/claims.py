@@ -13,7 +13,6 @@ from helmscope.cli.options import (
     AllowMixed,
     From,
     HeldOut,
-    Jobs,
     MaxMemory,
     Models,
     OnRay,
@@ -24,6 +23,7 @@ from helmscope.cli.options import (
     Threads,
     TrialSeed,
     Truncate,
+    Workers,
 )
 from helmscope.cli.results import indented
 
@@ -148,7 +148,7 @@ def _condition_text(case: Condition) -> str:
 @claims.command("test")
 def run_claims(
     claim: Annotated[list[str] | None, typer.Argument(help="Ids of claims [default: all that can be tried].")] = None,
-    folder: From = None,
+    claims_folder: From = None,
     model: Models = None,
     texts: Texts = None,
     other: Other = None,
@@ -157,7 +157,7 @@ def run_claims(
     quick: Quick = False,
     seed: TrialSeed = 0,
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/claims-DATE-TIME].")] = None,
@@ -171,7 +171,7 @@ def run_claims(
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import TrialsSpec
 
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     spec = make_spec(TrialsSpec, options | {"claims": claim or [], "models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
@@ -196,6 +196,6 @@ def _as_data(entry: Entry, experiments: dict[str, Registered], folder: str | Non
         return {**data, "trial": f"helmscope claims test {entry.id} --from {shlex.quote(folder)}", "subjects": ""}
     if experiment is None:
         return {**data, "trial": NO_EXPERIMENT, "subjects": ""}
-    names = ", ".join(subject.name for subject in experiment.defaults)
+    names = ", ".join(subject.name for subject in experiment.default_subjects)
     subjects = f"a {' or a '.join(experiment.subject_kinds)} (by default {names})"
     return {**data, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from helmscope.cli.options import AllowMixed, AsJson, Jobs, MaxMemory, Nu, OnRay, Resume, Threads
+from helmscope.cli.options import AllowMixed, AsJson, MaxMemory, Nu, OnRay, Resume, Threads, Workers
 
 
 def density(
@@ -54,7 +54,7 @@ def density(
     ] = False,
     tol: Annotated[float, typer.Option(help="Local error tolerance of a step.")] = 1e-9,
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
@@ -73,5 +73,5 @@ def density(
 
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": lambda result: result.path.plot()}
     spec = make_spec(DensitySpec, options | {"times": parse_numbers(times)})
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

@@ -11,7 +11,7 @@ import typer
 def doctor(
     model: Annotated[str, typer.Argument(help="Folder with safetensors files, or the id of a model on the Hub.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    texts_count: Annotated[int, typer.Option(help="Number of texts of the measurement whose cost is estimated.")] = 128,
+    text_count: Annotated[int, typer.Option(help="Number of texts of the measurement whose cost is estimated.")] = 128,
     tokens: Annotated[int, typer.Option(help="Tokens per text, at most the model's context.")] = 128,
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16 [default: float32 on a CPU].")
@@ -32,7 +32,7 @@ def doctor(
 
     diagnosis = diagnose(
         model,
-        texts_count=texts_count,
+        text_count=text_count,
         tokens=tokens,
         revision=revision,
         dtype=None if dtype is None else MODEL_DTYPES.load(dtype),

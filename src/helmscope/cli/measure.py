@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from helmscope.cli.options import AllowMixed, AsJson, Device, Jobs, MaxMemory, OnRay, Resume, Texts, Threads
+from helmscope.cli.options import AllowMixed, AsJson, Device, MaxMemory, OnRay, Resume, Texts, Threads, Workers
 
 
 def measure(
     model: Annotated[str, typer.Argument(help="A, B, tied, a folder or a Hub id.")] = "A",
     texts: Texts = None,
-    texts_count: Annotated[int | None, typer.Option(help="Number of texts [default: 64; 32 if quick].")] = None,
+    text_count: Annotated[int | None, typer.Option(help="Number of texts [default: 64; 32 if quick].")] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each text, at most [default: 128; 64 if quick].")
     ] = None,
@@ -25,7 +25,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Random seed of what is sampled.")] = 0,
     device: Device = "cpu",
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
@@ -48,6 +48,6 @@ def measure(
         return measurements_figure(result.measured, title=result.spec.title)
 
     spec = make_spec(MeasurementSpec, options | {"only": only or []})
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": draw}
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

@@ -53,15 +53,15 @@ TrialSeed = Annotated[int, typer.Option(help="Random seed of the trials.")]
 
 # options for runs
 Threads = Annotated[int, typer.Option(help="Threads per unit of work; small systems use one.")]
-Jobs = Annotated[int, typer.Option(help="Units of work to run in parallel, each in its own process.")]
-MaxMemory = Annotated[str | None, typer.Option(help="Memory limit for all jobs together, for example 4GB.")]
+Workers = Annotated[int, typer.Option(help="Units of work to run in parallel, each in its own process.")]
+MaxMemory = Annotated[str | None, typer.Option(help="Memory limit for all workers together, for example 4GB.")]
 OnRay = Annotated[str | None, typer.Option("--ray", help="Run on Ray: local, or the address of a cluster.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in --out.")]
 AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Allow resuming with other versions, threads or CPU.")]
 
 
-def make_engine(jobs: int, max_memory: str | None, threads: int, ray: str | None) -> Engine:
-    """The engine that these options select: this process, several processes if jobs > 1, or Ray."""
+def make_engine(workers: int, max_memory: str | None, threads: int, ray: str | None) -> Engine:
+    """The engine that these options select: this process, several processes if workers > 1, or Ray."""
     from helmscope.runs.limits import parse_size
     from helmscope.runs.on_ray import Ray
     from helmscope.runs.processes import Processes
@@ -71,10 +71,10 @@ def make_engine(jobs: int, max_memory: str | None, threads: int, ray: str | None
     if ray is not None:
         if limit is not None:
             raise HelmscopeError(f"max_memory is {max_memory}, but with --ray memory is managed by Ray: omit it")
-        return Ray(jobs, None if ray == "local" else ray, threads=threads)
-    if check_integer("jobs", jobs, at_least=1) == 1:
+        return Ray(workers, None if ray == "local" else ray, threads=threads)
+    if check_integer("workers", workers, at_least=1) == 1:
         return Serial(max_memory=limit, threads=threads)
-    return Processes(jobs, max_memory=limit, threads=threads)
+    return Processes(workers, max_memory=limit, threads=threads)
 
 
 def make_spec(kind: type[S], options: Mapping[str, Any]) -> S:

@@ -13,7 +13,6 @@ from helmscope.cli.options import (
     Delta,
     Device,
     Field,
-    Jobs,
     MaxMemory,
     Nu,
     OnRay,
@@ -21,6 +20,7 @@ from helmscope.cli.options import (
     Threads,
     Tokens,
     Value,
+    Workers,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def phase(
     ] = None,
     device: Device = "cpu",
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
@@ -79,7 +79,7 @@ def phase(
     from helmscope.jobs import PhaseSpec
 
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": _draw}
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     lists = {name: parse_numbers(options[name]) for name in ("spectrum", "dims", "betas", "times")}
     spec = make_spec(PhaseSpec, options | lists)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

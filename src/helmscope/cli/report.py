@@ -9,7 +9,6 @@ import typer
 from helmscope.cli.options import (
     AllowMixed,
     From,
-    Jobs,
     MaxMemory,
     OnRay,
     Other,
@@ -19,6 +18,7 @@ from helmscope.cli.options import (
     Threads,
     TrialSeed,
     Truncate,
+    Workers,
 )
 
 
@@ -28,13 +28,13 @@ def report(
         typer.Argument(help="Models to test the claims on: A, B, tied, folders or Hub ids [default: A, B and tied]."),
     ] = None,
     quick: Quick = False,
-    folder: From = None,
+    claims_folder: From = None,
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
     seed: TrialSeed = 0,
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/report-DATE-TIME].")] = None,
@@ -48,6 +48,6 @@ def report(
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import ReportSpec
 
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     spec = make_spec(ReportSpec, options | {"models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

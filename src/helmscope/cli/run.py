@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from helmscope.cli.options import AllowMixed, AsJson, Jobs, MaxMemory, OnRay, Resume, Threads
+from helmscope.cli.options import AllowMixed, AsJson, MaxMemory, OnRay, Resume, Threads, Workers
 from helmscope.types import HelmscopeError
 
 
@@ -17,7 +17,7 @@ def run(
         typer.Argument(help="TOML file with a spec, or a run folder [default with --resume: --out]."),
     ] = None,
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/JOB-DATE-TIME].")] = None,
@@ -32,7 +32,7 @@ def run(
     from helmscope.jobs import read_spec
     from helmscope.runs.progress import print_status
 
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     source = spec if spec is not None or not resume else out
     if source is None:
         raise HelmscopeError("spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices")

@@ -13,7 +13,6 @@ from helmscope.cli.options import (
     Delta,
     Device,
     Field,
-    Jobs,
     MaxMemory,
     Nu,
     OnRay,
@@ -21,6 +20,7 @@ from helmscope.cli.options import (
     Threads,
     Tokens,
     Value,
+    Workers,
 )
 
 
@@ -63,7 +63,7 @@ def simulate(
         int | None, typer.Option(help="Systems per unit of work [default: an eighth of the batch].")
     ] = None,
     threads: Threads = 1,
-    jobs: Jobs = 1,
+    workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
@@ -78,5 +78,5 @@ def simulate(
     from helmscope.jobs import SimulationSpec
 
     spec = make_spec(SimulationSpec, options | {"times": parse_numbers(times)})
-    engine = make_engine(jobs, max_memory, threads, ray)
+    engine = make_engine(workers, max_memory, threads, ray)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

@@ -221,7 +221,7 @@ def _neuron_indices(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hi
 
 
 @dataclass(frozen=True, eq=False)
-class LinearHodge(ConciseRepr):
+class LinearHodgeSplit(ConciseRepr):
     """The split M = S + (M - S) of a linear force into its gradient part S x and its swirl, with the share of the swirl
     in the energy; returned by ``linear_hodge_split``.
 
@@ -236,7 +236,7 @@ class LinearHodge(ConciseRepr):
 
 
 @full_precision
-def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
+def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodgeSplit:
     """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with [Helmholtz Transformer, no. 3]
 
         S C + C S = M C + C M^T,    share = tr((M - S) C (M - S)^T) / tr(M C M^T) in [0, 1], NaN for M = 0.
@@ -272,4 +272,4 @@ def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "
     symmetric = basis @ ((rotated + rotated.mT) / (eigenvalue + eigenvalue[:, None])) @ basis.mT
     swirl = m - symmetric
     share = (swirl @ c * swirl).sum() / (m @ c * m).sum()
-    return LinearHodge(symmetric.to(matrix), swirl.to(matrix), float(share))
+    return LinearHodgeSplit(symmetric.to(matrix), swirl.to(matrix), float(share))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @progress_reporting(None, "Hodge split")
-def sphere_hodge_split(mlp: MLP) -> SphereSplit:
+def sphere_hodge_split(mlp: MLP) -> SphereHodgeSplit:
     """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2. For a
     neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, w = alpha e + r with r perpendicular to e:
 
@@ -63,11 +63,11 @@ def sphere_hodge_split(mlp: MLP) -> SphereSplit:
     if mlp.dim < 2:
         raise HelmscopeError(f"mlp has dimension d={mlp.dim}, but a sphere needs d >= 2")
     neurons = Neurons.from_mlp(mlp, radius=radius)
-    return SphereSplit(mlp, radius, neurons, Profiles.solve(Law(1 / mlp.dim), neurons))
+    return SphereHodgeSplit(mlp, radius, neurons, Profiles.solve(Law(1 / mlp.dim), neurons))
 
 
 @dataclass(frozen=True, eq=False)
-class SphereSplit(HodgeSplit):
+class SphereHodgeSplit(HodgeSplit):
     """The orthogonal tangent fields P f = gradient + swirl + harmonic; returned by ``sphere_hodge_split``.
 
     Methods depend only on the direction x/|x|; at the zero vector, which has none, they return NaN.

@@ -2,7 +2,7 @@
 
 Two tokens at the same point stay together forever in an exchangeable field, and one token of weight m_1 + m_2 there has
 the same effect on the others. So a cluster can be represented by one token with its total weight. This is exact at
-distance 0, has an error of the order of the tolerance if nearby tokens attract each other (V = +I), and is wrong if
+distance 0, has an error of the order of the radius if nearby tokens attract each other (V = +I), and is wrong if
 they repel each other.
 """
 
@@ -54,11 +54,11 @@ class MergedTokens(ConciseRepr):
 
 
 def merge_tokens(
-    x: Float[Tensor, "*batch n d"], tolerance: float, *, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], radius: float, *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> MergedTokens:
-    """Merge tokens that are linked by steps of at most ``tolerance`` radians into one at their weighted mean direction.
+    """Merge tokens that are linked by steps of at most ``radius`` radians into one at their weighted mean direction.
 
-    Tokens of weight 0 are not merged. Raises ``HelmscopeError`` for a negative tolerance, and if a cluster extends
+    Tokens of weight 0 are not merged. Raises ``HelmscopeError`` for a negative radius, and if a cluster extends
     around the sphere so that it has no mean direction.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -66,25 +66,25 @@ def merge_tokens(
     (tensor([[1., 0.],
             [0., 1.]]), tensor([2., 1.]))
     """
-    tolerance = check_real("tolerance", tolerance, at_least=0)
+    radius = check_real("radius", radius, at_least=0)
     checked = check_weights(check_tokens(x), weights, None)
     masses = torch.ones_like(x[..., 0]) if checked is None else checked
-    return merge_close(x, masses, tolerance, close_pairs(x, masses, tolerance))
+    return merge_close(x, masses, radius, close_pairs(x, masses, radius))
 
 
-def close_pairs(x: Tensor, weights: Tensor, tolerance: float) -> Bool[Tensor, "*batch n n"]:
-    """Which tokens of positive weight are at most ``tolerance`` radians apart; each of them is close to itself.
+def close_pairs(x: Tensor, weights: Tensor, radius: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens of positive weight are at most ``radius`` radians apart; each of them is close to itself.
 
     >>> close_pairs(torch.eye(2), torch.tensor([1.0, 0.0]), 0.1)
     tensor([[ True, False],
             [False, False]])
     """
     weighted = weights > 0
-    return (pairwise_angles(x.detach()) <= tolerance) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
+    return (pairwise_angles(x.detach()) <= radius) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
 
 
 @full_precision
-def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> MergedTokens:
+def merge_close(x: Tensor, weights: Tensor, radius: float, close: Tensor) -> MergedTokens:
     """``merge_tokens`` for known ``close_pairs``, unchecked."""
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
@@ -94,7 +94,7 @@ def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> 
     undirected = torch.linalg.vector_norm(total.detach(), dim=-1, keepdim=True) < 1e-6 * mass
     if bool((undirected & ~alone).any()):
         raise HelmscopeError(
-            f"tolerance is {tolerance:g}, but it links tokens all around the sphere, which have no mean direction"
+            f"radius is {radius:g}, but it links tokens all around the sphere, which have no mean direction"
         )
     states = torch.where(alone, x, retract(torch.where(alone, x, total)))
     index = leader.unsqueeze(-1).expand_as(x)

@@ -32,7 +32,7 @@ Linearization = Callable[["Tensor"], tuple["Tensor", "Tensor"]]
 
 LONGEST_STEP = 0.5  # radians, of the token that moves most: beyond this the linearization says little
 LARGEST_DAMPING = 1e12
-LEAST_PROGRESS = 1e-6  # a smaller relative decrease of |f| in a step is the approach to a minimum that is not 0
+MIN_PROGRESS = 1e-6  # a smaller relative decrease of |f| in a step is the approach to a minimum that is not 0
 POLISHING_STEPS = 2
 
 
@@ -92,7 +92,7 @@ def find_zeros(
         trial_value, trial_jacobian = linearize(trial)
         trial_residual = torch.linalg.vector_norm(trial_value, dim=-1)
         better = (trial_residual < residual[rows]) & torch.isfinite(trial_jacobian).all(-1).all(-1)
-        stalled = better & (trial_residual > (1 - LEAST_PROGRESS) * residual[rows])
+        stalled = better & (trial_residual > (1 - MIN_PROGRESS) * residual[rows])
         damping[rows] *= torch.where(better, 0.2, 5.0)
         damping[rows[stalled]] = LARGEST_DAMPING
         kept = rows[better]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.intervene.arm_edits import FreezeNorm as FreezeNorm
+    from helmscope.intervene.arm_edits import FreezeRadius as FreezeRadius
     from helmscope.intervene.arm_edits import NegateValues as NegateValues
     from helmscope.intervene.arms import Arm as Arm
     from helmscope.intervene.arms import AttentionMode as AttentionMode
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from helmscope.intervene.attention import MaskKeys as MaskKeys
     from helmscope.intervene.attention import Perturb as Perturb
     from helmscope.intervene.attention import ReplaceKernel as ReplaceKernel
+    from helmscope.intervene.batched_edits import BatchedEdits as BatchedEdits
     from helmscope.intervene.change import edited as edited
     from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.intervene.edit import Edit as Edit
-    from helmscope.intervene.one_side import Blur as Blur
-    from helmscope.intervene.one_side import Normalize as Normalize
-    from helmscope.intervene.one_side import OneSidedEdit as OneSidedEdit
-    from helmscope.intervene.one_side import matched_sides as matched_sides
     from helmscope.intervene.query_key import CenteredKeyNoise as CenteredKeyNoise
     from helmscope.intervene.query_key import GaugeTransform as GaugeTransform
     from helmscope.intervene.query_key import MatchedQueryNoise as MatchedQueryNoise
     from helmscope.intervene.query_key import ShiftKeys as ShiftKeys
-    from helmscope.intervene.side_by_side import SideBySide as SideBySide
+    from helmscope.intervene.query_key_edit import Blur as Blur
+    from helmscope.intervene.query_key_edit import Normalize as Normalize
+    from helmscope.intervene.query_key_edit import QueryKeyEdit as QueryKeyEdit
+    from helmscope.intervene.query_key_edit import match_strengths as match_strengths
     from helmscope.intervene.states import Ablate as Ablate
     from helmscope.intervene.states import Add as Add
     from helmscope.intervene.states import Patch as Patch

@@ -1,5 +1,5 @@
-"""Edits used by the arms of the factorial experiment: ``NegateValues`` (-V in place of V) and ``FreezeNorm`` (the state
-is rescaled to the radius that it has in another recording).
+"""Edits used by the arms of the factorial experiment: ``NegateValues`` (-V in place of V) and ``FreezeRadius`` (the
+state is rescaled to the radius that it has in another recording).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from helmscope.intervene.edit import Edit, SiteEdit
 from helmscope.models.recording import Recording
+from helmscope.models.sites import AbstractEdit, Observer, Site
 from helmscope.models.topology import Kind
-from helmscope.models.watch import AbstractEdit, Observer, Site
 from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.sites import EditContext
     from helmscope.models.tap import Call
-    from helmscope.models.watch import EditContext
 
 SPREAD = 1e-3  # relative difference of constants between tokens, above which values depend on more than the state
 
@@ -105,7 +105,7 @@ class _ValueConstants(Observer):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FreezeNorm(AbstractEdit):
+class FreezeRadius(AbstractEdit):
     """Rescale every state after the first to the radius that this token has at the same depth in ``source``, a
     recording of the same texts: the direction is that of the edited forward, the radius that of the source.
 
@@ -115,7 +115,7 @@ class FreezeNorm(AbstractEdit):
     >>> from helmscope.intervene.states import Ablate
     >>> from helmscope.models.record import record
     >>> whole = record("A", ["Once upon a time"])
-    >>> held = whole.under(Ablate(), FreezeNorm(whole))
+    >>> held = whole.under(Ablate(), FreezeRadius(whole))
     >>> bool((held.trajectory.radius / whole.trajectory.radius - 1).abs().max() < 1e-5)
     True
     """

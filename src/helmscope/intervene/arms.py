@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.intervene.arm_edits import FreezeNorm, NegateValues
+from helmscope.intervene.arm_edits import FreezeRadius, NegateValues
 from helmscope.intervene.attention import ReplaceKernel
 from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, pluralized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from helmscope.models.watch import AbstractEdit
+    from helmscope.models.sites import AbstractEdit
 
 
 class AttentionMode(Enum):
@@ -122,7 +122,7 @@ class Arm:
         silent = self._silent_layers(len(recording.anatomy.layers))
         if silent is None or silent:
             edits.append(Ablate(silent, site=Site.MLP))
-        return (*edits, FreezeNorm(recording)) if self.radius_of_whole_model else tuple(edits)
+        return (*edits, FreezeRadius(recording)) if self.radius_of_whole_model else tuple(edits)
 
     def _silent_layers(self, count: int) -> list[int] | None:
         """The layers whose MLP is off; None for all of them."""

@@ -14,7 +14,7 @@ import torch
 from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
 from helmscope.models.names import parse_head
-from helmscope.models.watch import EDITABLE_STATES, Site
+from helmscope.models.sites import EDITABLE_STATES, Site
 from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, short_repr, type_with_article
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import EditContext
+    from helmscope.models.sites import EditContext
 
 ONE_EDIT_PER_NAME = "one edit per name, [AblateHead(head=name) for name in names]"
 

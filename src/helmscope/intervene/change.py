@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.anatomy import Anatomy
-from helmscope.models.hooks import watching
+from helmscope.models.hooks import hooked
 from helmscope.models.recording import Recording
 from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from helmscope.models.watch import AbstractEdit
+    from helmscope.models.sites import AbstractEdit
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def edited(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> from helmscope.intervene.states import Ablate
     >>> from helmscope.models.record import record
-    >>> from helmscope.models.watch import Site
+    >>> from helmscope.models.sites import Site
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> with edited(recording, Ablate(site=Site.ATTENTION), Ablate(site=Site.MLP)) as bare:
     ...     bare(torch.tensor([[1, 2, 3, 4]])).logits.shape
@@ -40,7 +40,7 @@ def edited(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     anatomy = model.anatomy if isinstance(model, Recording) else model
     if not isinstance(anatomy, Anatomy):
         raise HelmscopeError(f"model is {type_with_article(model)}, but it must be a Recording or an Anatomy")
-    with watching(anatomy, edits):
+    with hooked(anatomy, edits):
         yield anatomy.model
 
 

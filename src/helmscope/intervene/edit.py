@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from helmscope.models.watch import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
+from helmscope.models.sites import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
 from helmscope.types import HelmscopeError, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import EditContext
+    from helmscope.models.sites import EditContext
 
 ANYWHERE = (*EDITABLE_STATES, *(site for site in Site if site in IN_ATTENTION))
 

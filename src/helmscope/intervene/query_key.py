@@ -24,7 +24,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError, check_real, check_seed, type_with_article
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.sites import EditContext
     from helmscope.models.tap import Attended, Call
-    from helmscope.models.watch import EditContext
 
 ROW_SUM = 1e-2  # deviation of the sum of a row of weights from 1 that rounding in bfloat16 explains
 

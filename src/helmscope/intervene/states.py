@@ -14,7 +14,7 @@ import torch
 
 from helmscope.intervene.edit import SiteEdit
 from helmscope.models.recording import Recording
-from helmscope.models.watch import EDITABLE_STATES, LEADS_TO, Site
+from helmscope.models.sites import EDITABLE_STATES, LEADS_TO, Site
 from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import EditContext
+    from helmscope.models.sites import EditContext
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,7 +63,7 @@ class Ablate(StateEdit):
 class Replace(StateEdit):
     """Replace a state or write by ``value``, which broadcasts to (batch, n, d).
 
-    >>> from helmscope.models.watch import Chunk
+    >>> from helmscope.models.sites import Chunk
     >>> Replace(site=Site.INPUT, value=2.0).new(torch.zeros(1, 1, 2), Chunk.whole(1).at(Site.INPUT, layer=0))
     tensor([[[2., 2.]]])
     """
@@ -81,7 +81,7 @@ class Add(StateEdit):
 
     ``recording.under(...).logits(gradients=True)`` is differentiable with respect to ``value``.
 
-    >>> from helmscope.models.watch import Chunk
+    >>> from helmscope.models.sites import Chunk
     >>> Add(value=torch.tensor([1.0, 0.0])).new(torch.ones(1, 1, 2), Chunk.whole(1).at(Site.MLP, layer=0))
     tensor([[[2., 1.]]])
     """

@@ -22,14 +22,14 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
-from helmscope.models.watch import EDITABLE_STATES, Site
+from helmscope.models.sites import EDITABLE_STATES, Site
 from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, pluralized, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.models.watch import EditContext
+    from helmscope.models.sites import EditContext
 
 ROUNDING = 1e-9  # by which a frequency may be outside the band
 
@@ -116,22 +116,22 @@ class PerturbFourierBand(SiteEdit):
     """Add a random perturbation to a state or write, limited to a ``band`` of frequencies along the visible tokens of
     each text (``fourier_frequencies``), of exact relative norm:
 
-        delta = sum_k phi_k a_k,    a_k ~ N(0, I_d),    scaled to |delta|_F = relative |x|_F    for each text.
+        delta = sum_k phi_k a_k,    a_k ~ N(0, I_d),    scaled to |delta|_F = relative_norm |x|_F    for each text.
 
-    With ``per_token`` it is scaled at every token instead, |delta_t| = relative |x_t|: where radii or the norms of the
-    draw differ between tokens, a part of it then leaves the band (``fourier_band_share`` says how much).
+    With ``per_token`` it is scaled at every token instead, |delta_t| = relative_norm |x_t|: where radii or the norms of
+    the draw differ between tokens, a part of it then leaves the band (``fourier_band_share`` says how much).
 
     The draw depends only on ``seed``, the layer and the index of the text. Raises HelmscopeError at a text that has no
-    frequency in the band, for relative < 0 and for a band that is not within 0 to 1.
+    frequency in the band, for relative_norm < 0 and for a band that is not within 0 to 1.
 
-    >>> PerturbFourierBand([3], band=(0.75, 1.0), relative=0.1, seed=1)
-    PerturbFourierBand(layers=[3], band=[0.75, 1.0], relative=0.1, seed=1)
+    >>> PerturbFourierBand([3], band=(0.75, 1.0), relative_norm=0.1, seed=1)
+    PerturbFourierBand(layers=[3], band=[0.75, 1.0], relative_norm=0.1, seed=1)
     """
 
     allowed = EDITABLE_STATES
     layers: int | Sequence[int] | None = None
     band: tuple[float, float] = (0.0, 1.0)
-    relative: float = 0.0
+    relative_norm: float = 0.0
     per_token: bool = False
     seed: int = 0
     site: Site = Site.INPUT
@@ -139,7 +139,7 @@ class PerturbFourierBand(SiteEdit):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "band", check_band("band", self.band))
-        object.__setattr__(self, "relative", check_real("relative", self.relative, at_least=0))
+        object.__setattr__(self, "relative_norm", check_real("relative_norm", self.relative_norm, at_least=0))
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
@@ -160,7 +160,7 @@ class PerturbFourierBand(SiteEdit):
         delta = (waves @ torch.from_numpy(drawn)).to(state.device)
         axes = (-1,) if self.per_token else (-2, -1)
         size, length = (torch.linalg.vector_norm(each, dim=axes, keepdim=True) for each in (state, delta))
-        scaled: Tensor = delta * (self.relative * size / length)
+        scaled: Tensor = delta * (self.relative_norm * size / length)
         return scaled
 
 

@@ -14,7 +14,7 @@ from helmscope.intervene.edit import whole_numbers
 from helmscope.models.input_matrices import PROJECTED, InputMatrix, input_matrices
 from helmscope.models.mlp_reading import affine_of, as_stored
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, check_real, check_seed, short_repr
 
 if TYPE_CHECKING:

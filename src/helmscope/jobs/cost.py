@@ -131,7 +131,7 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
     """
     from helmscope.claims.registry import experiments, subject_kind_of
 
-    known = experiments(spec.folder)
+    known = experiments(spec.claims_folder)
     work = f"{pluralized(len(planned), 'quick trial' if spec.quick else 'trial')}"
     sizes = {subject: subject_size(subject) for trial in planned for subject in trial.subjects}
     seconds = [
@@ -328,9 +328,9 @@ def _phase_bytes(spec: PhaseSpec) -> int:
 
 def _simulation_bytes(spec: SimulationSpec, times: int) -> int:
     """The states, of which combining and writing take four copies, and all their pairs, for the overview."""
-    from helmscope.observe.overview import MOST_PAIRED
+    from helmscope.observe.overview import MAX_PAIRED
 
-    paired = -(-spec.n // -(-spec.n // MOST_PAIRED))
+    paired = -(-spec.n // -(-spec.n // MAX_PAIRED))
     return LIBRARY_BYTES + 8 * spec.batch * times * (4 * spec.n * spec.dim + 5 * paired**2)
 
 

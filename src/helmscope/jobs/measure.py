@@ -34,21 +34,21 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     """Spec for all measurements of ``model``, "A", "B", "tied", a folder or a Hub id, as ``hs.measure`` takes them.
 
     ``texts`` is a file with one text per line or a JSON list; by default those that come with the package. The first
-    ``texts_count`` of them are used, each cut to its first ``tokens`` tokens: 64 texts of 128 tokens, with ``quick`` 32
+    ``text_count`` of them are used, each cut to its first ``tokens`` tokens: 64 texts of 128 tokens, with ``quick`` 32
     of 64, where those that sample also take smaller samples. ``only`` selects measurements by name; by default all that
     the model supports. ``seed`` draws the samples.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(MeasurementSpec(texts_count=2, tokens=8, only=["depth_steps"]), folder=f"{root}/run")
+    ...     result = run(MeasurementSpec(text_count=2, tokens=8, only=["depth_steps"]), folder=f"{root}/run")
     >>> result.measured["depth_steps"].angle.dims
     ('depth', 'prompt')
     """
 
     model: str = "A"
     texts: str | None = None
-    texts_count: int | None = None
+    text_count: int | None = None
     tokens: int | None = None
     only: tuple[str, ...] = ()
     quick: bool = False
@@ -59,7 +59,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     checks: ClassVar[Mapping[str, Check]] = {
         "model": checks.path,
         "texts": optional(checks.path),
-        "texts_count": optional(integer(1)),
+        "text_count": optional(integer(1)),
         "tokens": optional(integer(2)),
         "only": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
         "quick": boolean,
@@ -68,14 +68,14 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     }
 
     def _complete(self) -> None:
-        for name, (full, quick) in (("texts_count", TEXTS), ("tokens", TOKENS)):
+        for name, (full, quick) in (("text_count", TEXTS), ("tokens", TOKENS)):
             if getattr(self, name) is None:
                 self._set(name, quick if self.quick else full)
 
     def subject(self) -> Subject:
         """The model with its texts, cut to their first tokens.
 
-        >>> MeasurementSpec(texts_count=3).subject()
+        >>> MeasurementSpec(text_count=3).subject()
         <Subject A: 3 texts>
         """
         from helmscope.jobs.names import usable_device
@@ -85,7 +85,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         device = None if self.device == "cpu" else usable_device(self.device)
         prompts = None if self.texts is None else read_texts(self.texts)
         whole = Subject(self.model, prompts, device=device, truncate=True)
-        rows = [list(row[: self.tokens]) for row in whole.token_ids[: self.texts_count]]
+        rows = [list(row[: self.tokens]) for row in whole.token_ids[: self.text_count]]
         short = next((i for i, row in enumerate(rows) if len(row) < MIN_TOKENS), None)
         if short is not None:
             raise HelmscopeError(
@@ -111,7 +111,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         'A: 32 texts of up to 64 tokens'
         """
         name = Path(self.model).name if Path(self.model).is_dir() else self.model
-        return f"{name}: {pluralized(self.texts_count or 0, 'text')} of up to {self.tokens} tokens"
+        return f"{name}: {pluralized(self.text_count or 0, 'text')} of up to {self.tokens} tokens"
 
     def prepare(self) -> MeasurementJob:
         """Return the job, with one unit for all streaming instruments and one for each standalone measurement."""
@@ -226,7 +226,7 @@ class MeasurementResult(Result):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(MeasurementSpec(texts_count=2, tokens=8, only=["arc_length"]), folder=f"{root}/run")
+    ...     result = run(MeasurementSpec(text_count=2, tokens=8, only=["arc_length"]), folder=f"{root}/run")
     >>> result.ok, list(result.measured)
     (True, ['arc_length'])
     """

@@ -53,8 +53,16 @@ def render_page(spec: ReportSpec, subjects: TrialSubjects, finished: list[Trial]
     from helmscope.claims.reading import read_catalogue
     from helmscope.report.page import page
 
-    entries, options = read_catalogue(spec.folder), (*subjects.options, *subjects.models)
-    return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options, **details)
+    entries, options = read_catalogue(spec.claims_folder), (*subjects.options, *subjects.models)
+    return page(
+        entries,
+        finished,
+        seed=spec.seed,
+        quick=spec.quick,
+        claims_folder=spec.claims_folder,
+        options=options,
+        **details,
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from helmscope.solve.problem import Problem
 
-MOST_STEPS, FEWEST_STEPS = 300, 10  # of a sample of few tokens, and of many
+MAX_STEPS, MIN_STEPS = 300, 10  # of a sample of few tokens, and of many
 PAIRS = 1.5e7  # of tokens, in all steps of a sample together: a few seconds
 MERGED = 5  # steps with merged tokens, over those of a sample without
 LONG = 10  # steps of an integration for which it pays to find out when it comes to rest, over those of the sample
@@ -54,7 +54,7 @@ def make_sample(problem: Problem) -> Problem:
     [300, 57, 10]
     """
     systems, tokens = problem.start.shape[:2]
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, int(PAIRS / (systems * tokens**2))))
+    steps = min(MAX_STEPS, max(MIN_STEPS, int(PAIRS / (systems * tokens**2))))
     return limited(problem, steps if problem.merge is None else MERGED * steps)
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     """Spec for trying ``claims`` (by default all that can be tried) by their experiments.
 
-    ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
-    **which are run**. ``models`` are the models to try the claims on, one verdict each: "A", "B" or "tied", folders or
-    Hub ids; by default each claim names its own. ``texts`` is a file with one text per line or a JSON list;
-    ``truncate`` cuts them to the model's context. ``held_out`` uses the held-out texts of the bundled models, on
-    which published verdicts are based. ``other`` is a second model, for claims that compare two.
+    ``quick`` uses fewer replicates. ``claims_folder`` contains your own claims: one ID.toml per claim, and Python
+    files, **which are run**. ``models`` are the models to try the claims on, one verdict each: "A", "B" or "tied",
+    folders or Hub ids; by default each claim names its own. ``texts`` is a file with one text per line or a JSON list;
+    ``truncate`` cuts them to the model's context. ``held_out`` uses the held-out texts of the bundled models, on which
+    published verdicts are based. ``other`` is a second model, for claims that compare two.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -44,7 +44,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
 
     claims: tuple[str, ...] = ()
     quick: bool = False
-    folder: str | None = None
+    claims_folder: str | None = None
     models: tuple[str, ...] = ()
     texts: str | None = None
     other: str | None = None
@@ -56,7 +56,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     checks: ClassVar[Mapping[str, Check]] = {
         "claims": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
         "quick": boolean,
-        "folder": optional(checks.path),
+        "claims_folder": optional(checks.path),
         "models": lambda name, value: tuple(dict.fromkeys(list_of(checks.path)(name, value))),
         "texts": optional(checks.path),
         "other": optional(checks.path),
@@ -75,7 +75,8 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
                 )
 
     def prepare(self) -> TrialsJob:
-        """Return the job; an unusable claim, model or text raises ``HelmscopeError``. Runs the code in ``folder``."""
+        """Return the job; an unusable claim, model or text raises ``HelmscopeError``. Runs the code in
+        ``claims_folder``."""
         from helmscope.jobs.texts import trial_subjects
 
         subjects = trial_subjects(self)
@@ -85,7 +86,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
 
     def estimate(self) -> Estimate:
         """The time on one core, as declared by the experiments and scaled by the size of the model and its texts, and
-        the memory. Runs the code in ``folder`` and loads the models.
+        the memory. Runs the code in ``claims_folder`` and loads the models.
         """
         from helmscope.jobs.cost import trials_cost
         from helmscope.jobs.texts import trial_subjects
@@ -100,15 +101,15 @@ def job_arguments(spec: TrialsSpec, planned: list[PlannedTrial], subjects: Trial
     from helmscope.claims.run_trials import trial_units
     from helmscope.claims.trial import sources
 
-    folder = None if spec.folder is None else str(Path(spec.folder).resolve())
+    folder = None if spec.claims_folder is None else str(Path(spec.claims_folder).resolve())
     claims = sorted({trial.claim for trial in planned})
     inputs = {name: digest for claim in claims for name, digest in sources(claim, folder).items()}
     models = {subject.name: subject.identity for trial in planned for subject in trial.subjects}
     models.pop("simulation", None)
-    canonical = {"claims": tuple(claims), "folder": folder, **subjects.absolute_paths()}
+    canonical = {"claims": tuple(claims), "claims_folder": folder, **subjects.absolute_paths()}
     return {
         "spec": msgspec.structs.replace(spec, **canonical),
-        "units": trial_units(planned, seed=spec.seed, quick=spec.quick, folder=folder),
+        "units": trial_units(planned, seed=spec.seed, quick=spec.quick, claims_folder=folder),
         "inputs": inputs | models,
         "parameters": {"claims": claims, "quick": spec.quick, "from": folder, "subjects": list(models)},
         "original": spec,
@@ -126,13 +127,13 @@ def code_notice(spec: TrialsSpec) -> str:
     """
     from helmscope.claims.reading import check_claim, read_catalogue
 
-    if spec.folder is None:
+    if spec.claims_folder is None:
         return ""
-    read_catalogue(spec.folder)
+    read_catalogue(spec.claims_folder)
     for claim in spec.claims:
-        check_claim(claim, spec.folder)
-    files = ", ".join(path.name for path in sorted(Path(spec.folder).glob("*.py"))) or "no Python file"
-    return f"running the code in {spec.folder}: {files}"
+        check_claim(claim, spec.claims_folder)
+    files = ", ".join(path.name for path in sorted(Path(spec.claims_folder).glob("*.py"))) or "no Python file"
+    return f"running the code in {spec.claims_folder}: {files}"
 
 
 def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
@@ -143,24 +144,26 @@ def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
     from helmscope.claims.registry import experiments, registered
     from helmscope.claims.run_trials import plan_trials
 
-    entries = read_catalogue(spec.folder)
+    entries = read_catalogue(spec.claims_folder)
     for claim in spec.claims:  # before the user's code runs
-        check_claim(claim, spec.folder)
-    known = experiments(spec.folder)
+        check_claim(claim, spec.claims_folder)
+    known = experiments(spec.claims_folder)
     if not known:
-        registered(next(iter(entries)), spec.folder)  # raises: names the entry that has no experiment
+        registered(next(iter(entries)), spec.claims_folder)  # raises: names the entry that has no experiment
     compares, named = subjects.other is not None, subjects.subjects
     possible = [
         claim
         for claim, tried in known.items()
-        if not named or (tried.compares == compares and any(map(tried.fits, named)))
+        if not named or (tried.compares_models == compares and any(map(tried.fits, named)))
     ]
     claims = list(spec.claims) or possible
     if not claims and compares:
         raise HelmscopeError(f"other is '{spec.other}', but no claim that can be tried compares two models")
     if not claims:
         raise HelmscopeError(f"models is {list(spec.models)}, but no claim can be tried on them")
-    return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_out=spec.held_out)
+    return plan_trials(
+        claims, subjects.subjects, other=subjects.other, claims_folder=spec.claims_folder, held_out=spec.held_out
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -222,7 +225,7 @@ class TrialsJob(Job):
         from helmscope.claims.reading import read_catalogue
         from helmscope.claims.registry import experiments
 
-        folder = self.original.folder
+        folder = self.original.claims_folder
         if folder is None or self.original.claims:
             return self.subjects.notices
         missing = [claim for claim in read_catalogue(folder) if claim not in experiments(folder)]
@@ -260,7 +263,7 @@ class TrialsJob(Job):
                 work.folder,
                 seed=self.spec.seed,
                 quick=self.spec.quick,
-                folder=self.spec.folder,
+                claims_folder=self.spec.claims_folder,
                 manifest=work.manifest,
                 engine=work.engine,
                 heading="trying claims" if work.show_progress else None,

@@ -37,13 +37,13 @@ _MAX_SQUARED_NORM = 1 + 1e-3  # the largest |x|^2 of a vector that counts as a u
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchConfig:
     """Launch configuration: queries per program and keys per step (powers of two >= 16), warps, pipeline stages, and
     whether sums are compensated for rounding errors (Kahan).
 
     The last digits of the results depend on it, so it is chosen by the width of the vectors alone, never by timing.
 
-    >>> Plan(queries=64, keys=64, warps=4, stages=3).compensated
+    >>> LaunchConfig(queries=64, keys=64, warps=4, stages=3).compensated
     False
     """
 
@@ -56,12 +56,12 @@ class Plan:
 
 # The fastest on an H200 at n = 65,536. Compensation makes the tangential part of a sum, which projection keeps, 3 to 5
 # times more accurate; at width 256 there are not enough registers for it.
-_PLANS = {
-    16: Plan(queries=64, keys=256, warps=4, stages=4, compensated=True),
-    32: Plan(queries=64, keys=128, warps=4, stages=3, compensated=True),
-    64: Plan(queries=128, keys=128, warps=8, stages=3, compensated=True),
-    128: Plan(queries=128, keys=64, warps=8, stages=4, compensated=True),
-    256: Plan(queries=128, keys=32, warps=8, stages=3),
+_CONFIGS = {
+    16: LaunchConfig(queries=64, keys=256, warps=4, stages=4, compensated=True),
+    32: LaunchConfig(queries=64, keys=128, warps=4, stages=3, compensated=True),
+    64: LaunchConfig(queries=128, keys=128, warps=8, stages=3, compensated=True),
+    128: LaunchConfig(queries=128, keys=64, warps=8, stages=4, compensated=True),
+    256: LaunchConfig(queries=128, keys=32, warps=8, stages=3),
 }
 
 
@@ -79,11 +79,11 @@ class Flash:
     'it needs float32 tensors, and these are float64'
     """
 
-    plan: Plan | None = None
+    plan: LaunchConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise HelmscopeError(f"plan is {self.plan!r}, but it must be a Plan or None")
+        if self.plan is not None and not isinstance(self.plan, LaunchConfig):
+            raise HelmscopeError(f"plan is {self.plan!r}, but it must be a LaunchConfig or None")
 
     def unsupported_reason(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
@@ -126,7 +126,7 @@ class Flash:
         from helmscope.kernels.flash_triton import flash_kernel
 
         n, d = request.value.shape[-2:]
-        plan = self.plan or _PLANS[_padded_width(max(request.key.shape[-1], d))]
+        plan = self.plan or _CONFIGS[_padded_width(max(request.key.shape[-1], d))]
         batch, shared = _batch_shape(request), request.beta is not None or request.value is request.key
         with torch.cuda.device_of(request.key):  # type: ignore[no-untyped-call]
             key = _split(request.key, batch, plan)
@@ -210,7 +210,7 @@ class _Split:
         return self.halves.shape[-1]
 
 
-def _split(x: Tensor, batch: torch.Size, plan: Plan) -> _Split:
+def _split(x: Tensor, batch: torch.Size, plan: LaunchConfig) -> _Split:
     from helmscope.kernels.flash_triton import split_kernel
 
     n, d = x.shape[-2:]
@@ -249,7 +249,7 @@ def _shared_memory(device: torch.device) -> int:
     return memory
 
 
-def _pipeline_stages(plan: Plan, key: _Split, value: _Split, *, shared: bool) -> int:
+def _pipeline_stages(plan: LaunchConfig, key: _Split, value: _Split, *, shared: bool) -> int:
     """The pipeline stages of the plan, or as many as fit in the device's shared memory; results do not depend on it."""
     if not key.halves.is_cuda:
         return plan.stages

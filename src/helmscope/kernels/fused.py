@@ -67,27 +67,27 @@ class Clustering:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class LaunchConfig:
     """Compile options for one system size: whether to use matrix ``products``, padded to 16 coordinates, or, for small
     d, sums over coordinates; and the number of warps per program.
 
     >>> tuning(32, 2)
-    Tuning(products=False, warps=1)
+    LaunchConfig(products=False, warps=1)
     """
 
     products: bool
     warps: int
 
 
-def tuning(n: int, d: int) -> Tuning:
+def tuning(n: int, d: int) -> LaunchConfig:
     """The tuning for n tokens in R^d: the fastest on an H200 for n = 32 and d = 2, 8, 16, 32, 64.
 
     >>> tuning(32, 64)
-    Tuning(products=True, warps=2)
+    LaunchConfig(products=True, warps=2)
     """
     tokens, width = _next_power_of_two(n, 16), _next_power_of_two(d, 2)
     warps = min(8, max(1, tokens * max(tokens, width) // 1024))  # a warp holds 1024 pairs or coordinates
-    return Tuning(products=width > 8, warps=warps)
+    return LaunchConfig(products=width > 8, warps=warps)
 
 
 def fused_refuses(x0: Float[Tensor, "sample n d"], *, delta: float = 1e-3) -> str | None:
@@ -183,7 +183,7 @@ class Task:
     keep_states: bool
 
 
-def launch(x0: Float[Tensor, "sample n d"], task: Task, options: Tuning) -> Clustering:
+def launch(x0: Float[Tensor, "sample n d"], task: Task, options: LaunchConfig) -> Clustering:
     """``fused_clustering`` without checks and with an explicit tuning."""
     fused_kernel = importlib.import_module("helmscope.kernels.fused_triton").fused_kernel
     flows, (samples, n, d), device = task.flows, x0.shape, x0.device

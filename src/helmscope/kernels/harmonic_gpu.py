@@ -25,10 +25,10 @@ _MIN_ORDERS = {2: 8, 3: 16}  # a matrix product in Triton has at least 16 rows
 
 
 @dataclass(frozen=True)
-class Partition:
+class LaunchConfig:
     """How a system is divided: tokens per step (a power of two >= 16), maximal number of programs, warps per program.
 
-    >>> Partition(tokens=32, programs=4, warps=4).programs_and_steps(1_000)
+    >>> LaunchConfig(tokens=32, programs=4, warps=4).programs_and_steps(1_000)
     (4, 8)
     """
 
@@ -44,20 +44,20 @@ class Partition:
 
 
 # on S^2 by the number of orders: the fastest on an H200 at n = 65,536, or within 1 % of it
-_MOMENTS = {16: Partition(tokens=64, programs=256, warps=2), 32: Partition(tokens=32, programs=512, warps=4)}
-_SUMS = {16: Partition(tokens=64, programs=4_096, warps=2), 32: Partition(tokens=64, programs=4_096, warps=4)}
+_MOMENTS = {16: LaunchConfig(tokens=64, programs=256, warps=2), 32: LaunchConfig(tokens=32, programs=512, warps=4)}
+_SUMS = {16: LaunchConfig(tokens=64, programs=4_096, warps=2), 32: LaunchConfig(tokens=64, programs=4_096, warps=4)}
 
 
-def default_partitions(d: int, orders: int) -> tuple[Partition, Partition]:
+def default_partitions(d: int, orders: int) -> tuple[LaunchConfig, LaunchConfig]:
     """The partitions for the moments and for the sums; more programs leave more partial results to add up.
 
     >>> default_partitions(2, 128)[0]
-    Partition(tokens=16, programs=512, warps=4)
+    LaunchConfig(tokens=16, programs=512, warps=4)
     """
     if d == 3:
         return _MOMENTS[orders], _SUMS[orders]
     tokens = max(16, 2_048 // orders)
-    return Partition(tokens, 512, 4), Partition(tokens, 4_096, 4)
+    return LaunchConfig(tokens, 512, 4), LaunchConfig(tokens, 4_096, 4)
 
 
 def fits(x: Float[Tensor, "*batch n d"], degree: int) -> bool:
@@ -78,7 +78,7 @@ def gpu_sums(
     degree: int,
     *,
     skip_self: bool = False,
-    partitions: tuple[Partition, Partition] | None = None,
+    partitions: tuple[LaunchConfig, LaunchConfig] | None = None,
 ) -> tuple[Float[Tensor, "batch n d"], Float[Tensor, "batch n 1"], Float[Tensor, "batch 3 part"]]:
     """The sum divided by e^beta, without a token's own term if ``skip_self``; its mass divided by e^beta; and
     diagnostics.

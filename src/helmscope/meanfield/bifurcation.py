@@ -117,7 +117,7 @@ class Branch:
     """Clustered stationary densities in order of the order parameter: nu(m), the coefficients of the densities, and the
     largest nu(m), at the fold, with its m; without a fold those are nu_c and 0.
 
-    >>> branch = clustered_branch(SA(beta=4.0), ZonalGrid(dim=3, degree=24), smallest_nu=0.1)
+    >>> branch = clustered_branch(SA(beta=4.0), ZonalGrid(dim=3, degree=24), min_nu=0.1)
     >>> branch.fold_nu  # nu_c
     0.187667...
     """
@@ -129,22 +129,22 @@ class Branch:
     fold_order: float
 
 
-def clustered_branch(field: SA | USA, grid: ZonalGrid, *, smallest_nu: float) -> Branch:
-    """The branch from the uniform density past its fold, and down to ``smallest_nu``, with steps of at most 0.02 in the
+def clustered_branch(field: SA | USA, grid: ZonalGrid, *, min_nu: float) -> Branch:
+    """The branch from the uniform density past its fold, and down to ``min_nu``, with steps of at most 0.02 in the
     order parameter.
 
     Raises ``HelmscopeError`` where the grid no longer resolves the densities.
 
-    >>> branch = clustered_branch(SA(beta=4.0), ZonalGrid(dim=3, degree=24), smallest_nu=0.1)
+    >>> branch = clustered_branch(SA(beta=4.0), ZonalGrid(dim=3, degree=24), min_nu=0.1)
     >>> branch.nu[0].round(4), branch.nu[-1] < 0.1
     (np.float64(0.1877), np.True_)
     """
-    smallest_nu = check_real("smallest_nu", smallest_nu, above=0)
+    min_nu = check_real("min_nu", min_nu, above=0)
     equation = ForwardEquation.of(field, grid, IsotropicNoise(1.0))
     critical = nu = critical_nu(field, dim=grid.dim)
     points = [Point(0.0, nu, Density.uniform(grid).modes)]
     order, step = FIRST_ORDER, STEP
-    while nu > min(smallest_nu, PAST_FOLD * critical):
+    while nu > min(min_nu, PAST_FOLD * critical):
         guess = points[-1].modes if len(points) < 2 else _extrapolated(points[-2], points[-1], order)
         solved = _point_at(equation, guess, nu, order)
         if solved is None:
@@ -244,7 +244,7 @@ def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dic
     below: tuple[list[float], list[float]] = ([], [])
     if critical > 0:
         grid = ZonalGrid(dim=dim, degree=degree or _needed_degree(field, min(nus[0], PAST_FOLD * critical), dim))
-        branch = clustered_branch(field, grid, smallest_nu=nus[0])
+        branch = clustered_branch(field, grid, min_nu=nus[0])
         fold, fold_order = branch.fold_nu, branch.fold_order
         order = [_order_at(field, branch, grid, nu) for nu in nus]
         kept = branch.order < fold_order

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ORDER = 16  # nodes per panel
-FIRST_PANELS, MOST_PANELS = 16, 2**16
+FIRST_PANELS, MAX_PANELS = 16, 2**16
 TOLERANCE = 1e-14
 
 
@@ -83,7 +83,7 @@ def share_below(
     array([0.25])
     """
     panels, previous = FIRST_PANELS, _share_below(log_density, y, limits, FIRST_PANELS)
-    while panels < MOST_PANELS:
+    while panels < MAX_PANELS:
         panels *= 2
         share = _share_below(log_density, y, limits, panels)
         if np.abs(share - previous).max(initial=0.0) <= TOLERANCE:

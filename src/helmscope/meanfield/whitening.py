@@ -41,17 +41,17 @@ SINGULAR = 1e-12  # of the largest eigenvalue of Sigma
 class Whitening:
     """What whitening does to a linear drift.
 
-    ``drift`` is S' in the coordinates y = <axes, x> / sqrt(Sigma), r of them if Sigma has rank r. The shares are those
-    of the antisymmetric part, |A| / |S| in the Frobenius norm, before and after. ``commutator`` is |S Sigma - Sigma S|
-    / (|S| |Sigma|), and ``asymmetry`` |S Sigma - Sigma S^T| / (|S| |Sigma|). ``leak`` is the part of S that leads out
-    of the range of Sigma, 0 if Sigma is regular.
+    ``stiffness`` is S' in the coordinates y = <axes, x> / sqrt(Sigma), r of them if Sigma has rank r. The shares are
+    those of the antisymmetric part, |A| / |S| in the Frobenius norm, before and after. ``commutator`` is |S Sigma -
+    Sigma S| / (|S| |Sigma|), and ``asymmetry`` |S Sigma - Sigma S^T| / (|S| |Sigma|). ``leak`` is the part of S that
+    leads out of the range of Sigma, 0 if Sigma is regular.
 
     >>> S, Sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]), torch.diag(torch.tensor([1.0, 4.0]))
     >>> whiten(S, Sigma)
     <Whitening: antisymmetric share 0 before, 0.215 after; no gradient flow>
     """
 
-    drift: Float[Tensor, "r r"]
+    stiffness: Float[Tensor, "r r"]
     axes: Float[Tensor, "d r"]
     antisymmetric_share_before: float
     antisymmetric_share: float
@@ -69,21 +69,21 @@ class Whitening:
 
 
 @full_precision
-def whiten(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"], *, tolerance: float = 1e-10) -> Whitening:
-    """Whiten the drift -S x with S = ``drift`` by a constant, symmetric Sigma = ``sigma`` >= 0, in float64.
+def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tolerance: float = 1e-10) -> Whitening:
+    """Whiten the drift -S x with S = ``stiffness`` by a constant, symmetric Sigma = ``diffusion`` >= 0, in float64.
 
     The coordinates are x = Sigma^{1/2} y if Sigma is regular, else those of its range. ``gives_gradient_flow`` says
     whether S' is symmetric and, for a singular Sigma, whether S maps its range into itself, relative to ``tolerance``.
     Raises ``HelmscopeError`` for matrices of other shapes, and for a Sigma that is not symmetric, negative or 0.
 
     >>> S, Sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]), torch.diag(torch.tensor([1.0, 4.0]))
-    >>> whiten(S, Sigma).drift
+    >>> whiten(S, Sigma).stiffness
     tensor([[1.0000, 1.0000],
             [0.2500, 2.0000]], dtype=torch.float64)
     >>> whiten(Sigma @ S, Sigma).gives_gradient_flow  # the drift carries the mobility
     True
     """
-    s, covariance, values, vectors = _check_matrices(drift, sigma)
+    s, covariance, values, vectors = _check_matrices(stiffness, diffusion)
     tolerance = check_real("tolerance", tolerance, at_least=0)
     kept = values > SINGULAR * values[-1]
     axes, roots = vectors[:, kept], values[kept].sqrt()
@@ -106,7 +106,9 @@ def whiten(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"], *, toleranc
     )
 
 
-def is_gradient_flow(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"], *, tolerance: float = 1e-10) -> bool:
+def is_gradient_flow(
+    stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tolerance: float = 1e-10
+) -> bool:
     """Whether the drift -S x carries the mobility Sigma, -S x = -Sigma grad Phi(x): whether S Sigma is symmetric, and S
     maps the range of Sigma into itself. Then, and only then, the law of the process descends F = Ent + int Phi in the
     Wasserstein metric with mobility Sigma.
@@ -115,11 +117,11 @@ def is_gradient_flow(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"], *
     >>> is_gradient_flow(S, Sigma), is_gradient_flow(Sigma @ S, Sigma), is_gradient_flow(S, torch.eye(2))
     (False, True, True)
     """
-    return whiten(drift, sigma, tolerance=tolerance).gives_gradient_flow
+    return whiten(stiffness, diffusion, tolerance=tolerance).gives_gradient_flow
 
 
 @full_precision
-def stationary_current(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+def stationary_current(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """The matrix S C - Sigma of the stationary current, antisymmetric: the stationary probability current is -(S C -
     Sigma) C^{-1} x rho(x). It is 0 iff the process is reversible, which is iff ``is_gradient_flow``. C is the
     covariance of ``stationary_gaussian(drift=-S, diffusion=Sigma)``.
@@ -131,11 +133,11 @@ def stationary_current(drift: Float[Tensor, "d d"], sigma: Float[Tensor, "d d"])
     tensor([[ 0.0000,  0.5000],
             [-0.5000,  0.0000]], dtype=torch.float64)
     """
-    s, covariance, _, _ = _check_matrices(drift, sigma)
+    s, covariance, _, _ = _check_matrices(stiffness, diffusion)
     slowest = float(torch.linalg.eigvals(s).real.min())
     if not slowest > 0:
         raise HelmscopeError(
-            f"drift has an eigenvalue with real part {slowest:.3g}, but a stationary law needs all of them positive"
+            f"stiffness has an eigenvalue with real part {slowest:.3g}, but a stationary law needs all of them positive"
         )
     flux = s @ stationary_gaussian(drift=-s, diffusion=covariance).covariance - covariance
     return (flux - flux.mT) / 2
@@ -180,10 +182,10 @@ def _antisymmetric_share(matrix: Tensor) -> float:
     return float(((matrix - matrix.mT) / 2).norm()) / (float(matrix.norm()) or 1.0)
 
 
-def _check_matrices(drift: object, sigma: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _check_matrices(stiffness: object, diffusion: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S, Sigma, and the eigenvalues and eigenvectors of Sigma, in float64."""
     checked = []
-    for name, matrix in (("drift", drift), ("sigma", sigma)):
+    for name, matrix in (("stiffness", stiffness), ("diffusion", diffusion)):
         if (
             not isinstance(matrix, torch.Tensor)
             or matrix.ndim != 2
@@ -195,14 +197,14 @@ def _check_matrices(drift: object, sigma: object) -> tuple[Tensor, Tensor, Tenso
     s, covariance = checked
     if s.shape != covariance.shape:
         raise HelmscopeError(
-            f"sigma has shape {tuple(covariance.shape)}, but it must have that of drift, {tuple(s.shape)}"
+            f"diffusion has shape {tuple(covariance.shape)}, but it must have that of stiffness, {tuple(s.shape)}"
         )
     if not bool((covariance - covariance.mT).abs().max() <= 1e-12 * covariance.abs().max()):
         raise HelmscopeError("sigma is not symmetric, but a diffusion matrix must be")
     values, vectors = torch.linalg.eigh(covariance)
     if not (float(values[0]) >= -SINGULAR * float(values[-1]) and float(values[-1]) > 0):
         raise HelmscopeError(
-            f"sigma has the eigenvalues {float(values[0]):.3g} to {float(values[-1]):.3g}, but they must be >= 0, and "
-            "not all 0"
+            f"diffusion has the eigenvalues {float(values[0]):.3g} to {float(values[-1]):.3g}, but they must be >= 0, "
+            "and not all 0"
         )
     return s, covariance, values, vectors

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from helmscope.models.paragraphs import paragraph_texts as paragraph_texts
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
+    from helmscope.models.sites import EditContext as EditContext
+    from helmscope.models.sites import Site as Site
     from helmscope.models.subject import Subject as Subject
     from helmscope.models.twin import untrained_twin as untrained_twin
-    from helmscope.models.watch import EditContext as EditContext
-    from helmscope.models.watch import Site as Site
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

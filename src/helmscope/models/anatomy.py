@@ -10,12 +10,12 @@ from helmscope.fields.norms import LayerNorm
 from helmscope.models.depths import Depths
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.overflow import check_finite
-from helmscope.models.probe import LayerProbe, no_cache, probe
+from helmscope.models.probe import LayerTrace, no_cache, probe
+from helmscope.models.sites import Site
 from helmscope.models.sphere import embedding_norm
 from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import can_be_tapped
 from helmscope.models.topology import Kind, Wiring, find_wiring
-from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Anatomy:
     ``embedding_norm``: in a post-norm model, the norm that computes the input of the first block, with its module.
 
     ``tapped``: the family is in the attention registry of transformers, so that q, k, v and the weights can be recorded
-    and edited; ``overheard``: it is not, but they can still be recorded.
+    and edited; ``captured``: it is not, but they can still be recorded.
     """
 
     model: Any
@@ -70,7 +70,7 @@ class Anatomy:
     dim: int
     centered: bool
     tapped: bool
-    overheard: bool = False
+    captured: bool = False
     embedding_norm: tuple[nn.Module, Norm] | None = None
     encoder: nn.Module | None = None
 
@@ -115,7 +115,7 @@ class Anatomy:
 
 def find_anatomy(
     model: Any, inputs: Mapping[str, Tensor], *, prompts: Sequence[int] = (0, 1), first_token: int = 0
-) -> tuple[Anatomy, list[LayerProbe]]:
+) -> tuple[Anatomy, list[LayerTrace]]:
     """Find the anatomy of a model from one forward pass over a few tokens; returns it with the probe of every layer.
 
     ``prompts`` and ``first_token`` say where these tokens come from. Raises ``HelmscopeError`` if states overflow, if a
@@ -140,16 +140,16 @@ def find_anatomy(
         after = read_norm(layers[0].part(layers[0].wiring.attention), probes[0].pre)
         norms = [] if after is None else [after]
     centered = any(isinstance(norm, LayerNorm) for norm in norms)
-    overheard = all(layer.overheard for layer in probes)
+    captured = all(layer.captured for layer in probes)
     stacks = stacks_of(model)
-    anatomy = Anatomy(model, layers, probes[0].pre.shape[-1], centered, can_be_tapped(model), overheard)
+    anatomy = Anatomy(model, layers, probes[0].pre.shape[-1], centered, can_be_tapped(model), captured)
     anatomy = anatomy if stacks is None else replace(anatomy, encoder=stacks.encoder)
     if anatomy.post_norm:
         anatomy = replace(anatomy, embedding_norm=embedding_norm(model, anatomy.blocks, inputs, probes[0].pre))
     return anatomy, probes
 
 
-def _find_layer(layer: LayerProbe, number: int) -> Layer:
+def _find_layer(layer: LayerTrace, number: int) -> Layer:
     wiring = find_wiring(layer, number)
     attention, cross, mlp, close = (
         None if path is None else read_norm(layer.block.get_submodule(path), layer.pre)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 class RecordingCache:
@@ -27,7 +27,7 @@ class RecordingCache:
     False
     """
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_BYTES) -> None:
         self.most = most
         self._values: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
 

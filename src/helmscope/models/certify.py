@@ -13,9 +13,9 @@ from helmscope.models.experts import ForceAfterNorm
 from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.output_matrix import only_rescales
 from helmscope.models.probe import run
+from helmscope.models.sites import LEADS_TO, Site
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
-from helmscope.models.watch import LEADS_TO, Site
 from helmscope.types import pluralized, type_with_article
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.certificate import Certificate
-    from helmscope.models.probe import LayerProbe
+    from helmscope.models.probe import LayerTrace
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.tap import Attended, Call
@@ -45,7 +45,7 @@ def bound(dtype: torch.dtype, *, inside: bool = False) -> float:
     return (INSIDE if inside else BOUNDS).get(dtype, COARSE)
 
 
-def topology_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
+def topology_line(anatomy: Anatomy, probes: list[LayerTrace]) -> Line:
     """The topology, and whether every block's output is the next block's input."""
     chained = all(a.post is not None and torch.equal(a.post, b.pre) for a, b in pairwise(probes))
     says = str(anatomy) if chained else "a block's output is not the next block's input"
@@ -67,7 +67,7 @@ def finite_line(radius: Float[Tensor, "depth prompt token"], *, first: int = 0) 
     return Line("finite", not len(lost), says, blocks=("trajectory", "resume"))
 
 
-def states_line(stream: ResidualStream, anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
+def states_line(stream: ResidualStream, anatomy: Anatomy, probes: list[LayerTrace]) -> Line:
     """The recorded states of the probed tokens against those computed from module outputs, at every depth."""
     gaps = []
     for number, (layer, probe) in enumerate(zip(anatomy.layers, probes, strict=True)):
@@ -77,7 +77,7 @@ def states_line(stream: ResidualStream, anatomy: Anatomy, probes: list[LayerProb
     return Line.held("states", worst_of(gaps), bound(probes[0].pre.dtype), says, ("trajectory", "resume"))
 
 
-def _probed_states(layer: Layer, probe: LayerProbe) -> dict[Site, Tensor]:
+def _probed_states(layer: Layer, probe: LayerTrace) -> dict[Site, Tensor]:
     """All states of a layer, computed from the outputs of its modules."""
     wiring = layer.wiring
     assert probe.post is not None
@@ -158,7 +158,7 @@ def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor
 
 def attention_lines(
     anatomy: Anatomy,
-    probes: list[LayerProbe],
+    probes: list[LayerTrace],
     observed: list[Tensor],
     causal: bool | None,
     visible: Tensor | None = None,
@@ -187,7 +187,7 @@ def attention_lines(
     return [count, sums, ahead if causal else Line("causality", None, BOTH_WAYS)]
 
 
-def heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
+def heads_line(anatomy: Anatomy, probes: list[LayerTrace]) -> Line:
     """sum_h A_h V_h W_O^h + b against the output of the output projection, and that against the write."""
     gaps = []
     for layer, probe in zip(anatomy.layers, probes, strict=True):
@@ -204,7 +204,7 @@ def heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
     return Line.held("heads", worst_of(gaps), bound(probes[0].pre.dtype), says, ("kernel", "replay"))
 
 
-def heads_gap(probe: LayerProbe, attention: tuple[Call, Attended], matrix_path: str, write_path: str) -> float:
+def heads_gap(probe: LayerTrace, attention: tuple[Call, Attended], matrix_path: str, write_path: str) -> float:
     """The error of sum_h A_h V_h W_O^h + b as the output of the projection, and of that as the write of attention."""
     call, result = attention
     calls = {made.path: made for made in reversed(probe.calls)}  # the first call of each path
@@ -222,7 +222,7 @@ def heads_gap(probe: LayerProbe, attention: tuple[Call, Attended], matrix_path: 
     return worst_of((gap, relative(write.output, expected)))
 
 
-def mlp_line(anatomy: Anatomy, probes: list[LayerProbe]) -> tuple[Line, tuple[ForceAfterNorm | None, ...]]:
+def mlp_line(anatomy: Anatomy, probes: list[LayerTrace]) -> tuple[Line, tuple[ForceAfterNorm | None, ...]]:
     """The MLPs as fields, and a check that they reproduce the outputs of the modules."""
     forces: list[ForceAfterNorm | None] = []
     gaps, most = [], bound(probes[0].pre.dtype)
@@ -246,7 +246,7 @@ def mlp_line(anatomy: Anatomy, probes: list[LayerProbe]) -> tuple[Line, tuple[Fo
     return Line.held("mlp", worst_of(gaps), most, says, ("force",)), tuple(forces)
 
 
-def _norm_in_float32(layer: Layer, probe: LayerProbe) -> bool:
+def _norm_in_float32(layer: Layer, probe: LayerTrace) -> bool:
     """Whether the norm before the MLP of a float64 model computes in float32."""
     if layer.mlp_norm is None or probe.pre.dtype != torch.float64:
         return False
@@ -256,7 +256,7 @@ def _norm_in_float32(layer: Layer, probe: LayerProbe) -> bool:
     return relative(layer.mlp_norm(call.input), call.output) > 1e-11
 
 
-def mlp_points(layer: Layer, probe: LayerProbe, read: Tensor) -> Tensor:
+def mlp_points(layer: Layer, probe: LayerTrace, read: Tensor) -> Tensor:
     """Where a folded force is evaluated: at normalized(z) / sqrt(d), or at the input of an MLP without a norm."""
     if layer.mlp_norm is None:
         return read.double()
@@ -266,7 +266,7 @@ def mlp_points(layer: Layer, probe: LayerProbe, read: Tensor) -> Tensor:
     return normalized / math.sqrt(read.shape[-1])
 
 
-def _attention_weights(layer: Layer, probe: LayerProbe) -> Tensor | None:
+def _attention_weights(layer: Layer, probe: LayerTrace) -> Tensor | None:
     if probe.attention is not None:
         return probe.attention[1].weights
     call = next((call for call in probe.calls if call.path == layer.wiring.weights), None)
@@ -293,10 +293,10 @@ def virtual_line(anatomy: Anatomy) -> Line | None:
     """A line if the model has parallel blocks, which compute no state between their halves."""
     if not any(layer.wiring.kind is Kind.PARALLEL for layer in anatomy.layers):
         return None
-    return Line("mid state", None, "virtual: attention and MLP read the same state; input + attention is reported")
+    return Line("middle state", None, "virtual: attention and MLP read the same state; input + attention is reported")
 
 
-def sphere_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line | None:
+def sphere_line(anatomy: Anatomy, probes: list[LayerTrace]) -> Line | None:
     """In a post-norm model, every norm as read (gain, bias, epsilon) against the output of its module; else None."""
     if not anatomy.post_norm:
         return None

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.probe import LayerProbe
+    from helmscope.models.probe import LayerTrace
 
 BLOCKS = ("cross_kernel",)
 
 
 def cross_lines(
-    anatomy: Anatomy, probes: list[LayerProbe], observed: Sequence[Tensor], inputs: Mapping[str, Tensor]
+    anatomy: Anatomy, probes: list[LayerTrace], observed: Sequence[Tensor], inputs: Mapping[str, Tensor]
 ) -> list[Line]:
     """Checks of cross-attention: it reads the output of the encoder; the probe and an observer (``observed``) record
     the same weights; these sum to 1 and are 0 on masked tokens; the outputs of the heads sum to the write.
@@ -43,7 +43,7 @@ def cross_lines(
     return [encoder, records, sums, mask, _heads_line(anatomy, probes)]
 
 
-def _encoder_line(anatomy: Anatomy, probes: list[LayerProbe], inputs: Mapping[str, Tensor]) -> Line:
+def _encoder_line(anatomy: Anatomy, probes: list[LayerTrace], inputs: Mapping[str, Tensor]) -> Line:
     """The output of the encoder run alone, as it is recorded, against what every layer of the decoder reads."""
     encoder_inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     with plainly_eager(anatomy.encoder):
@@ -63,7 +63,7 @@ def _mask_line(rows: list[Tensor], inputs: Mapping[str, Tensor]) -> Line:
     return Line.held("cross mask", most, 0.0, "no weight on masked tokens of the encoder", BLOCKS)
 
 
-def _heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
+def _heads_line(anatomy: Anatomy, probes: list[LayerTrace]) -> Line:
     """sum_h A_h V_h W_O^h + b of cross-attention against the output of its projection, and that against its write."""
     gaps = []
     for layer, probe in zip(anatomy.layers, probes, strict=True):

@@ -15,7 +15,7 @@ from helmscope.types import HelmscopeError, type_with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MOST_HEADER = 100_000_000  # bytes, the limit of the format itself
+MAX_HEADER = 100_000_000  # bytes, the limit of the format itself
 SIZES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -103,7 +103,7 @@ def check_file(path: Path) -> Mapping[str, Any]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MOST_HEADER, size - 8):
+        if size < 8 or length > min(MAX_HEADER, size - 8):
             raise HelmscopeError(
                 f"file '{path}' is cut short or not a safetensors file: its header would have {length} bytes"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 
 STATES = (Site.INPUT, Site.MIDDLE)
 STATES_WITH_CROSS = (Site.INPUT, Site.MIDDLE, Site.CROSS_MIDDLE)

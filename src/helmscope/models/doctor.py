@@ -71,13 +71,13 @@ class Diagnosis:
 def diagnose(
     model: Any,
     *,
-    texts_count: int = 128,
+    text_count: int = 128,
     tokens: int = 128,
     batch_size: int = 16,
     tokenizer: Any = None,
     **options: Any,
 ) -> Diagnosis:
-    """Certify a model on a few sentences and estimate the cost of recording ``texts_count`` texts of
+    """Certify a model on a few sentences and estimate the cost of recording ``text_count`` texts of
     ``tokens`` tokens.
 
     The time is extrapolated from one text of that length, so it is a rough estimate for batches. A model without a
@@ -87,10 +87,10 @@ def diagnose(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> diagnose(model, texts_count=10, tokens=16).trajectory_bytes
+    >>> diagnose(model, text_count=10, tokens=16).trajectory_bytes
     32000
     """
-    for name, number in (("texts_count", texts_count), ("tokens", tokens), ("batch_size", batch_size)):
+    for name, number in (("text_count", text_count), ("tokens", tokens), ("batch_size", batch_size)):
         check_integer(name, number, at_least=1)
     check_options(options, diagnose)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
@@ -106,16 +106,16 @@ def diagnose(
     return Diagnosis(
         origin=loaded.origin,
         certificate=recording.certificate,
-        texts=texts_count,
+        texts=text_count,
         tokens=tokens,
         asked=asked,
         tried=tried,
-        seconds=seconds * texts_count,
+        seconds=seconds * text_count,
         trajectory_bytes=sum(
-            (stack.depths.last + 1) * texts_count * tokens * (stack.dim + 2) * size for stack in stacks
+            (stack.depths.last + 1) * text_count * tokens * (stack.dim + 2) * size for stack in stacks
         ),
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
-        passing_bytes=2 * min(batch_size, texts_count) * heads * tokens * tokens * size,
+        passing_bytes=2 * min(batch_size, text_count) * heads * tokens * tokens * size,
         encoder=None if encoder is None else encoder.certificate,
     )
 

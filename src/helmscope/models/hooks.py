@@ -1,6 +1,6 @@
 """Forward hooks that apply edits and call observers at every site of a model.
 
-``watching`` removes all hooks when it exits, also after an exception.
+``hooked`` removes all hooks when it exits, also after an exception.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 
 from helmscope.models.probe import tensors_in
 from helmscope.models.qkv_capture import AttentionCapture
-from helmscope.models.tap import Attended, Call, locked, tapped
-from helmscope.models.topology import Kind
-from helmscope.models.watch import (
+from helmscope.models.sites import (
     IN_ATTENTION,
     IN_CROSS,
     IN_SELF,
@@ -29,6 +27,8 @@ from helmscope.models.watch import (
     Observer,
     Site,
 )
+from helmscope.models.tap import Attended, Call, locked, tapped
+from helmscope.models.topology import Kind
 from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, type_with_article
 
@@ -69,7 +69,7 @@ class _ForwardPass:
         self.cross_modules = {id(layer.part(path)) for layer, path in paths if path is not None}
         observed = any(each.sees_attention or each.sees_cross for each in observers)
         self.sees_attention = bool(self.wanted & IN_ATTENTION) or observed
-        self.capture = AttentionCapture() if anatomy.overheard and self.sees_attention else None
+        self.capture = AttentionCapture() if anatomy.captured and self.sees_attention else None
 
     @property
     def layer(self) -> Layer:
@@ -177,7 +177,7 @@ def _checked_replacement(new: Any, old: Tensor, edit: AbstractEdit, site: Site) 
 
 
 @contextmanager
-def watching(
+def hooked(
     anatomy: Anatomy, edits: Sequence[AbstractEdit] = (), observers: Sequence[Observer] = (), *, skip: int = 0
 ) -> Iterator[None]:
     """Context manager: within it, every forward of the model runs under the edits, applied in their order, and the

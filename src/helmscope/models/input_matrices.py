@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.mlp_reading import affine_of, matrix_of
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:

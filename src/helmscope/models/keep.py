@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class KeptTensors(Flag):
     """Raw tensors that ``record`` keeps for every layer. Weights take most memory: (batch, heads, n, n) per layer. In a
-    layer with cross-attention its tensors are kept too, named "cross query", "cross weights" and so on.
+    layer with cross-attention its tensors are kept too, named "cross query", "cross kernel" and so on.
 
     >>> KeptTensors.KERNELS in KeptTensors.KERNELS | KeptTensors.WRITES
     True
@@ -48,7 +48,7 @@ class Keeper(Observer):
                 "WRITES"
             )
         projections = what & (KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES)
-        if projections and not (anatomy.tapped or anatomy.overheard):
+        if projections and not (anatomy.tapped or anatomy.captured):
             raise HelmscopeError(f"keep is {what!r}, but the model's family returns only its attention weights")
         self.what, self.layers = what, len(anatomy.layers)
         self.sees_attention = bool(what & ~KeptTensors.WRITES)
@@ -74,7 +74,7 @@ class Keeper(Observer):
             if flag in self.what and call is not None:
                 self._append(prefix + name, layer, getattr(call, name).clone())
         if KeptTensors.KERNELS in self.what:
-            self._append(f"{prefix}weights", layer, result.weights.clone())
+            self._append(f"{prefix}kernel", layer, result.weights.clone())
 
     def _append(self, name: str, layer: int, value: Tensor) -> None:
         self._chunks.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from helmscope.fields.mlp import Force
-    from helmscope.models.probe import LayerProbe, ModuleCall
+    from helmscope.models.probe import LayerTrace, ModuleCall
     from helmscope.models.topology import Wiring
 
 Affine = tuple["Tensor", "Tensor | None"]
@@ -43,7 +43,7 @@ class ReadMLP:
     written: Float[Tensor, "batch n d"]
 
 
-def read_mlp(layer: LayerProbe, wiring: Wiring) -> ReadMLP | None:
+def read_mlp(layer: LayerTrace, wiring: Wiring) -> ReadMLP | None:
     """The MLP whose write is the output of ``wiring.mlp``; None if it is of an unknown kind."""
     calls = [call for call in layer.calls if call.path]
     written = _before_norm(calls, wiring)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from helmscope.models.mlp_reading import affine_of, matrix_of
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import type_with_article
 
 if TYPE_CHECKING:

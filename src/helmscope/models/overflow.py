@@ -14,11 +14,11 @@ from helmscope.types import HelmscopeError, type_with_article
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from helmscope.models.probe import LayerProbe
+    from helmscope.models.probe import LayerTrace
 
 
 def check_finite(
-    model: Any, inputs: Mapping[str, Tensor], probes: Sequence[LayerProbe], prompts: Sequence[int], first_token: int
+    model: Any, inputs: Mapping[str, Tensor], probes: Sequence[LayerTrace], prompts: Sequence[int], first_token: int
 ) -> None:
     """Raise ``HelmscopeError`` if the states of a model overflow on these inputs, which are those of some prompts from
     ``first_token`` on: no identity could be checked.
@@ -61,7 +61,7 @@ def check_finite(
     )
 
 
-def _first_state(probes: Sequence[LayerProbe], prompts: Sequence[int], first_token: int) -> str:
+def _first_state(probes: Sequence[LayerTrace], prompts: Sequence[int], first_token: int) -> str:
     """The prompt, layer and token of the first state whose norm is not finite."""
     for layer, probe in enumerate(probes):
         for state in (probe.pre, probe.post):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.models.sites import AbstractEdit, Site, short_description
 from helmscope.models.topology import Kind
-from helmscope.models.watch import AbstractEdit, Site, short_description
 from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.recorder import ResidualStream
-    from helmscope.models.watch import EditContext
+    from helmscope.models.sites import EditContext
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +58,7 @@ class PutState(AbstractEdit):
 
     @property
     def skip(self) -> int:
-        """All layers before the depth need not run, except for a virtual mid state: the MLP of that layer reads the
+        """All layers before the depth need not run, except for a virtual middle state: the MLP of that layer reads the
         block's input.
         """
         layers, depths = self.anatomy.layers, self.anatomy.depths

@@ -52,7 +52,7 @@ class ModuleCall:
 
 
 @dataclass(eq=False)
-class LayerProbe:
+class LayerTrace:
     """What the probe recorded of one call of a block: its input ``pre``, its output ``post``, the ``calls`` of its
     modules in the order in which they returned, its ``attention`` and, in a decoder that reads an encoder, its
     cross-attention ``cross``.
@@ -67,7 +67,7 @@ class LayerProbe:
     cross: tuple[Call, Attended] | None = None
     memory: Float[Tensor, "batch m e"] | None = None  # the encoder output that cross-attention reads
     attention_calls: list[tuple[Call, Attended]] = field(default_factory=list)  # as the registry reports them
-    overheard: bool = False  # whether attention was recorded though the family is not in the registry
+    captured: bool = False  # whether attention was recorded though the family is not in the registry
 
 
 def block_class(model: Any) -> type[nn.Module]:
@@ -86,7 +86,7 @@ def block_class(model: Any) -> type[nn.Module]:
     return type(max(lists, key=len)[0])
 
 
-def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
+def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerTrace]:
     """Run the model once on ``inputs`` (keyword arguments of its forward); returns one probe per layer, in call order.
 
     For an encoder-decoder model these are the layers of the decoder. Raises ``HelmscopeError`` if the model fails on
@@ -100,27 +100,27 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
         _probe_forward(model, _two_texts(model, inputs), checking)
     known = checking.forms == [True] * len(layers)
     for layer in layers:
-        layer.overheard, layer.attention = known, layer.attention if known else None
+        layer.captured, layer.attention = known, layer.attention if known else None
     return layers
 
 
 def _probe_forward(
-    model: Any, inputs: Mapping[str, Tensor], overhearing: AttentionCapture | None = None
-) -> list[LayerProbe]:
-    """One probed forward pass; ``overhearing`` records the attention of a family that is not in the registry."""
-    layers: list[LayerProbe] = []
+    model: Any, inputs: Mapping[str, Tensor], capture: AttentionCapture | None = None
+) -> list[LayerTrace]:
+    """One probed forward pass; ``capture`` records the attention of a family that is not in the registry."""
+    layers: list[LayerTrace] = []
     stacks = stacks_of(model)
     part = model if stacks is None else stacks.decoder
     kind = block_class(part)
     blocks = [module for module in part.modules() if isinstance(module, kind)]
     with ExitStack() as stack, torch.no_grad():
         for block in blocks:
-            stack.enter_context(_record_calls(block, layers, overhearing))
+            stack.enter_context(_record_calls(block, layers, capture))
         memory = None if stacks is None else stack.enter_context(output_of(stacks.encoder))
         stack.enter_context(tapped(model, _AttentionRecorder(layers, stacks)))
-        if overhearing is not None:
-            stack.enter_context(overhearing)
-        more = {} if overhearing is None else {"output_attentions": True}
+        if capture is not None:
+            stack.enter_context(capture)
+        more = {} if capture is None else {"output_attentions": True}
         run(model, inputs, **no_cache(model), **more)
     if not layers:
         raise HelmscopeError(f"model is {type_with_article(model)}, but none of its {kind.__name__} blocks was called")
@@ -164,7 +164,7 @@ def _has_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def trunk_of(model: Any) -> Any:
+def base_model_of(model: Any) -> Any:
     """The model without its head, which returns the last state; the model itself if the trunk takes other inputs."""
     trunk = model.base_model
     takes = inspect.signature(trunk.forward).parameters
@@ -202,7 +202,7 @@ def output_of(module: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _assign_attention(layer: LayerProbe, memory: Tensor | None) -> None:
+def _assign_attention(layer: LayerTrace, memory: Tensor | None) -> None:
     """Assign each recorded attention of a block: it is cross-attention if it reads the encoder's output, ``memory``."""
     for call, result in layer.attention_calls:
         own_calls = [module_call for module_call in layer.calls if module_call.module is call.module]
@@ -226,7 +226,7 @@ def _misplaced_attention(call: Call) -> HelmscopeError:
 class _AttentionRecorder:
     """Records the attention of the block that is running; ignores that of the encoder, which is probed by itself."""
 
-    def __init__(self, layers: list[LayerProbe], stacks: Stacks | None) -> None:
+    def __init__(self, layers: list[LayerTrace], stacks: Stacks | None) -> None:
         self.layers = layers
         self.ignored = set[int]()
         if stacks is not None:  # modules shared by both stacks are not ignored, and raise as misplaced attention
@@ -247,7 +247,7 @@ class _AttentionRecorder:
 
 
 @contextmanager
-def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: AttentionCapture | None) -> Iterator[None]:
+def _record_calls(block: nn.Module, layers: list[LayerTrace], capture: AttentionCapture | None) -> Iterator[None]:
     """Context manager: within it, calls of the block and of its submodules are recorded in ``layers``.
 
     Tensors are copied, since some families modify them in place afterwards.
@@ -257,7 +257,7 @@ def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: Atten
         return tuple(tensor.clone() for tensor in tensors_in(value))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        layers.append(LayerProbe(module, copies((args, kwargs))[0]))
+        layers.append(LayerTrace(module, copies((args, kwargs))[0]))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         layers[-1].post, layers[-1].plain = copies(output)[0], isinstance(output, torch.Tensor)
@@ -266,9 +266,9 @@ def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: Atten
         def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             layer, call = layers[-1], ModuleCall(path, module, copies((args, kwargs)), copies(output))
             layer.calls.append(call)
-            rows = None if overhearing is None else find_weights(call.outputs, layer.pre.shape[-2])
-            if overhearing is not None and rows is not None and layer.attention is None:
-                layer.attention = overhearing.take(module, rows)
+            rows = None if capture is None else find_weights(call.outputs, layer.pre.shape[-2])
+            if capture is not None and rows is not None and layer.attention is None:
+                layer.attention = capture.take(module, rows)
 
         return record_call
 

@@ -14,12 +14,12 @@ from helmscope.models.anatomy import Anatomy, find_anatomy
 from helmscope.models.bundled_models import FIRST
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
-from helmscope.models.hooks import locked_unedited, watching
+from helmscope.models.hooks import hooked, locked_unedited
 from helmscope.models.keep import Keeper, KeptTensors
 from helmscope.models.load import LoadedModel, check_options, ensure_loaded
 from helmscope.models.paragraphs import texts_for
 from helmscope.models.place import PutState
-from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
+from helmscope.models.probe import base_model_of, no_cache, output_of, run, vocabulary_size
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
 from helmscope.models.runner import Runner
@@ -33,7 +33,7 @@ from helmscope.types import check_integer, check_progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from helmscope.models.probe import LayerProbe
+    from helmscope.models.probe import LayerTrace
     from helmscope.models.recorder import ResidualStream
     from helmscope.types.progress import ProgressOption
 
@@ -119,7 +119,7 @@ def _record_and_certify(
     prompts, first_token = _probed_tokens(batch)
     inputs = _probe_inputs(batch, loaded.model)
     anatomy, probes = find_anatomy(loaded.model, inputs, prompts=prompts, first_token=first_token)
-    with watching(anatomy, observers=[Recorder(anatomy, 1)]):
+    with hooked(anatomy, observers=[Recorder(anatomy, 1)]):
         error = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
     mlp_line, forces = certify.mlp_line(anatomy, probes)
     lines = [*_probe_lines(anatomy, probes, batch, error), mlp_line]
@@ -151,10 +151,10 @@ def _last_states(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str,
     """The states (batch, n, d) that the model, or the decoder of an encoder-decoder model, passes to its head."""
     stacks = stacks_of(model)
     if stacks is None:
-        states: Tensor = run(trunk_of(model), inputs, **options)[0]
+        states: Tensor = run(base_model_of(model), inputs, **options)[0]
         return states
     with output_of(stacks.decoder) as outputs:
-        run(trunk_of(model), inputs, **options)
+        run(base_model_of(model), inputs, **options)
     return outputs[-1]
 
 
@@ -229,15 +229,15 @@ def _padding_line(batch: Batch, anatomy: Anatomy) -> Line | None:
     return Line("padding", None, says)
 
 
-def _probe_lines(anatomy: Anatomy, probes: list[LayerProbe], batch: Batch, error: float) -> list[Line]:
+def _probe_lines(anatomy: Anatomy, probes: list[LayerTrace], batch: Batch, error: float) -> list[Line]:
     """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward of the longest text."""
     inputs = _probe_inputs(batch, anatomy.model)
     recorder = Recorder(anatomy, len(probes[0].pre))
     keeper = Keeper(KeptTensors.KERNELS, anatomy)
-    with watching(anatomy, observers=[recorder, keeper]):
+    with hooked(anatomy, observers=[recorder, keeper]):
         outputs = run(anatomy.model, inputs, **anatomy.options)[0]
     stream, _ = recorder.recorded()
-    weights, cross_weights = (list(keeper.kept.get(name, ())) for name in ("weights", "cross weights"))
+    weights, cross_weights = (list(keeper.kept.get(name, ())) for name in ("kernel", "cross kernel"))
     causal, mask = _is_causal(anatomy, batch, inputs), inputs.get(batch.mask_name)
     lines = [
         certify.topology_line(anatomy, probes),
@@ -260,7 +260,7 @@ def _lens_line(anatomy: Anatomy, stream: ResidualStream, inputs: dict[str, Tenso
     """Check that the recorded last state, put back into a forward, reproduces the model's output."""
     depth = anatomy.depths.last
     put = PutState(depth, stream.at(depth), anatomy)
-    with watching(anatomy, [put], skip=put.skip):
+    with hooked(anatomy, [put], skip=put.skip):
         reproduced = run(anatomy.model, inputs, **anatomy.options)[0]
     error = float((reproduced - outputs).abs().max() / outputs.abs().max())
     says = "the recorded last state reproduces the model's output"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.models.sites import LEADS_TO, OF_CROSS, READ_AT, STATES_AND_WRITES, Observer, Site
 from helmscope.models.topology import Kind
-from helmscope.models.watch import LEADS_TO, OF_CROSS, READ_AT, STATES_AND_WRITES, Observer, Site
 from helmscope.types import pluralized
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import replay, unsupported_reason
+from helmscope.models.sites import AbstractEdit
 from helmscope.models.sphere import mlp_points, on_sphere
-from helmscope.models.watch import AbstractEdit
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
 
@@ -220,7 +220,7 @@ class Recording(Plottable):
         return self._attention_weights(self.layer(layer), cross=True)
 
     def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
-        kept = self.kept.get("cross weights" if cross else "weights")
+        kept = self.kept.get("cross kernel" if cross else "kernel")
         if kept is not None:
             return kept[layer]
         keep = KeepWeights(layer, cross=cross)
@@ -298,7 +298,7 @@ class Recording(Plottable):
         earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
         held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
         put = PutState(depth, states, self.anatomy, held, radius, None if mean is None else mean[step])
-        # the state of an earlier resume is overwritten, except where a virtual mid state is put in: the MLP reads both
+        # the state of an earlier resume is overwritten, except where a virtual middle state is put in: MLPs read both
         edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
         return replace(self.runner, edits=(*edits, put))
 

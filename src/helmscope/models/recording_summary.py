@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.watch import bytes_of
+from helmscope.models.sites import bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import html_stack, html_table, one_line_repr, pluralized, shortened
 

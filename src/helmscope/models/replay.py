@@ -10,9 +10,9 @@ import torch
 
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recorder import ResidualStream
+from helmscope.models.sites import READ_AT, Observer, Site
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
-from helmscope.models.watch import READ_AT, Observer, Site
 from helmscope.types import (
     AttentionTensors,
     CrossAttentionTensors,
@@ -95,7 +95,7 @@ class InstrumentFeed(Observer):
     families add to them in place.
     """
 
-    needs_all_layers = True  # attention before a mid state that is put in reads the output of the earlier layers
+    needs_all_layers = True  # attention before a middle state that is put in reads the output of the earlier layers
 
     def __init__(self, recording: Recording, instruments: Sequence[Instrument], needs: Needs) -> None:
         self.recording, self.instruments, self.needs = recording, instruments, needs

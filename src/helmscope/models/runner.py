@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.hooks import check_edits, current_chunk, watching
-from helmscope.models.probe import run, trunk_of
-from helmscope.models.watch import Chunk
+from helmscope.models.hooks import check_edits, current_chunk, hooked
+from helmscope.models.probe import base_model_of, run
+from helmscope.models.sites import Chunk
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, pluralized
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.sites import AbstractEdit, Observer
     from helmscope.models.texts import Batch
-    from helmscope.models.watch import AbstractEdit, Observer
     from helmscope.types.progress import ProgressOption
 
 
@@ -79,7 +79,7 @@ class Runner:
         With ``gradients`` those depend differentiably on the parameters and on the tensors that the edits use.
         ``progress`` is called with the share of the texts done.
         """
-        for _ in self._chunks(trunk_of(self.model), observers, rows, gradients, progress):
+        for _ in self._chunks(base_model_of(self.model), observers, rows, gradients, progress):
             pass
 
     @shows_progress("running the model")
@@ -110,10 +110,10 @@ class Runner:
         device = next(self.model.parameters()).device
         start, stop, _ = rows.indices(len(self.batch))
         with ExitStack() as watched:
-            watched.enter_context(watching(self.anatomy, self.edits, observers, skip=self._skip(observers)))
+            watched.enter_context(hooked(self.anatomy, self.edits, observers, skip=self._skip(observers)))
             if self.encoder is not None:
                 edits = self.encoder.edits
-                watched.enter_context(watching(self.encoder.anatomy, edits, skip=self.encoder._skip(())))
+                watched.enter_context(hooked(self.encoder.anatomy, edits, skip=self.encoder._skip(())))
             for begin in range(start, stop, self.batch_size):
                 part = slice(begin, min(begin + self.batch_size, stop))
                 inputs = self.batch.rows(part).to(device)
@@ -137,7 +137,7 @@ class Runner:
 
     def _skip(self, observers: tuple[Observer, ...]) -> int:
         """The number of first layers that need not run, because a state is put in after them. All must run for
-        observers of attention: in the layer in which a mid state is put in, attention reads the output of the earlier
+        observers of attention: in the layer where a middle state is put in, attention reads the output of the earlier
         layers. Edits in skipped layers have no effect after that state.
         """
         all_needed = any(each.sees_attention or each.sees_cross or each.needs_all_layers for each in observers)

@@ -15,9 +15,9 @@ import torch
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.probe import equal, no_cache, run
 from helmscope.models.recorder import ResidualStream
+from helmscope.models.sites import READ_AT, Observer, Site
 from helmscope.models.tap import locked
 from helmscope.models.topology import Kind
-from helmscope.models.watch import READ_AT, Observer, Site
 from helmscope.types import Half, HelmscopeError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.probe import trunk_of, vocabulary_size
+from helmscope.models.probe import base_model_of, vocabulary_size
+from helmscope.models.sites import bytes_of
 from helmscope.models.tokenizer import encode
-from helmscope.models.watch import bytes_of
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError, pluralized, type_with_article
 
@@ -236,7 +236,7 @@ def _from_inputs(request: _Request, mapping: Mapping[str, Any]) -> Batch:
 def _check_names(request: _Request, names: Iterable[str]) -> None:
     """Raise HelmscopeError for an input that no forward has: most families would ignore it silently."""
     model = request.model
-    forwards = (model.forward, trunk_of(model).forward)
+    forwards = (model.forward, base_model_of(model).forward)
     known = {name for forward in forwards for name in inspect.signature(forward).parameters}
     for name in names:
         if name not in known.union(TEXT_INPUTS):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
-MOST_BYTES = 200_000_000  # in a tokenizer.json; large vocabularies take 40 million
-MOST_GROWTH = 2_000  # tokens per character; tokenizers in use stay below 400
+MAX_BYTES = 200_000_000  # in a tokenizer.json; large vocabularies take 40 million
+MAX_GROWTH = 2_000  # tokens per character; tokenizers in use stay below 400
 RULES = ("normalizer", "pre_tokenizer", "post_processor")
 STANDARD_ERROR = 2  # the file descriptor, to which native code writes directly
 PANIC = b"\nthread '"  # how the report of a panic begins
@@ -114,12 +114,12 @@ def without_backtraces() -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Raise ``HelmscopeError`` if a tokenizer.json is too long or its rules expand by more than ``MOST_GROWTH``."""
+    """Raise ``HelmscopeError`` if a tokenizer.json is too long or its rules expand by more than ``MAX_GROWTH``."""
     if not path.is_file():
         return
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise HelmscopeError(f"it has {size:,} bytes, but at most {MOST_BYTES:,} are read")
+    if size > MAX_BYTES:
+        raise HelmscopeError(f"it has {size:,} bytes, but at most {MAX_BYTES:,} are read")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -129,11 +129,11 @@ def check_file(path: Path) -> None:
 
 
 def check_rules(rules: Sequence[Any]) -> None:
-    """Raise ``HelmscopeError`` if rules could expand one character into more than ``MOST_GROWTH`` tokens."""
+    """Raise ``HelmscopeError`` if rules could expand one character into more than ``MAX_GROWTH`` tokens."""
     most = math.prod(map(growth, rules))
-    if most > MOST_GROWTH:
+    if most > MAX_GROWTH:
         raise HelmscopeError(
-            f"its rules can expand one character into {most:.3g} tokens, but at most {MOST_GROWTH:,} are allowed"
+            f"its rules can expand one character into {most:.3g} tokens, but at most {MAX_GROWTH:,} are allowed"
         )
 
 

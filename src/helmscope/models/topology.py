@@ -1,7 +1,7 @@
 """The residual topology of a block, found from identities between the inputs and outputs of its modules.
 
     additive    post = pre + s_a a + s_m m     with s = 1, or the residual multipliers by least squares
-                sequential where some module reads the mid state pre + s_a a, parallel where none does;
+                sequential where some module reads the middle state pre + s_a a, parallel where none does;
                 sandwich where a and m are outputs of norms
     post-norm   mid = N(pre + a), post = N(mid + m)
 
@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.qkv_capture import find_weights
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import Half, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor, nn
 
-    from helmscope.models.probe import LayerProbe, ModuleCall
+    from helmscope.models.probe import LayerTrace, ModuleCall
     from helmscope.models.tap import Attended, Call
 
     Write = tuple[ModuleCall, Tensor]  # the call of a module, and its output in the shape of a state
@@ -56,10 +56,10 @@ class Kind(Enum):
 class Wiring:
     """The role of each module in the residual topology of a block, as module paths.
 
-    ``attention`` and ``mlp`` output the writes; ``middle`` reads the mid state (sequential) or is the norm that
+    ``attention`` and ``mlp`` output the writes; ``middle`` reads the middle state (sequential) or is the norm that
     computes it (post-norm); ``close`` is the norm that computes the block's output (post-norm). ``scales`` multiply
     the writes, in order. With cross-attention, ``cross`` outputs its write, ``cross_module`` is the attention module,
-    and ``cross_middle`` is to the state after it what ``middle`` is to the mid state.
+    and ``cross_middle`` is to the state after it what ``middle`` is to the middle state.
     """
 
     kind: Kind
@@ -111,7 +111,7 @@ class Wiring:
         return Site.CROSS_MIDDLE if half is Half.MLP and self.cross is not None else Site.MIDDLE
 
 
-def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
+def find_wiring(layer: LayerTrace, number: int = 0) -> Wiring:
     """The topology of one block; raises ``HelmscopeError`` if no identity holds.
 
     ``number`` is the layer that the error names.
@@ -136,7 +136,7 @@ def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
 class _BlockIdentities:
     """Search for identities between the tensors of one block."""
 
-    def __init__(self, layer: LayerProbe) -> None:
+    def __init__(self, layer: LayerTrace) -> None:
         assert layer.post is not None
         self.layer, self.pre, self.post = layer, layer.pre, layer.post
         # in half precision a write may be hardly larger than the rounding of a sum, so the tolerance is tight
@@ -321,7 +321,7 @@ class _BlockIdentities:
     def with_norms(self, wiring: Wiring) -> Wiring:
         """Add the norms through which the halves read, and whether the writes are outputs of norms."""
         heads = None if self.heads is None else self.heads.path
-        if heads is None or self.layer.overheard:
+        if heads is None or self.layer.captured:
             weights = next((call.path for call in self.calls if self.returns_weights(call)), None)
             wiring = replace(wiring, weights=weights)
         if wiring.kind is Kind.POST_NORM:

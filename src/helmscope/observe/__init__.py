@@ -14,11 +14,11 @@ from helmscope.types.lazy import lazy_exports
 if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
     from helmscope.observe.arcs import matched_flow_times as matched_flow_times
-    from helmscope.observe.arms import attention_mlp_factorial as attention_mlp_factorial
     from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
     from helmscope.observe.attention_drift import attention_drift as attention_drift
     from helmscope.observe.attention_kl import key_noise_kl as key_noise_kl
     from helmscope.observe.attention_kl import query_noise_kl as query_noise_kl
+    from helmscope.observe.attention_mlp_factorial import attention_mlp_factorial as attention_mlp_factorial
     from helmscope.observe.attention_noise import AttentionNoise as AttentionNoise
     from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
     from helmscope.observe.attention_noise import attention_noise as attention_noise
@@ -59,8 +59,10 @@ if TYPE_CHECKING:
     from helmscope.observe.dimension import two_nn as two_nn
     from helmscope.observe.dimension import two_nn_fit as two_nn_fit
     from helmscope.observe.dimension import two_nn_mle as two_nn_mle
-    from helmscope.observe.drift import DriftAndSwirl as DriftAndSwirl
-    from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
+    from helmscope.observe.drift_and_swirl import DriftAndSwirl as DriftAndSwirl
+    from helmscope.observe.drift_and_swirl import drift_and_swirl as drift_and_swirl
+    from helmscope.observe.effective_beta import EffectiveBeta as EffectiveBeta
+    from helmscope.observe.effective_beta import effective_beta as effective_beta
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
     from helmscope.observe.energy import interaction_energy as interaction_energy
     from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
@@ -75,7 +77,6 @@ if TYPE_CHECKING:
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
     from helmscope.observe.fourier_band_damage import fourier_band_damage as fourier_band_damage
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
-    from helmscope.observe.free_energy import free_energy_unsupported as free_energy_unsupported
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import convergence_order as convergence_order
     from helmscope.observe.generator import discrete_generator as discrete_generator
@@ -89,7 +90,6 @@ if TYPE_CHECKING:
     from helmscope.observe.head_ablation_damage import head_interaction as head_interaction
     from helmscope.observe.head_ablation_damage import matched_pairs as matched_pairs
     from helmscope.observe.hull import hull_distance as hull_distance
-    from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.inner_products import close_pair_share as close_pair_share
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
@@ -132,7 +132,6 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
-    from helmscope.observe.mlp_entropy_change import map_unsupported as map_unsupported
     from helmscope.observe.mlp_entropy_change import mlp_entropy_change as mlp_entropy_change
     from helmscope.observe.mlp_entropy_change import sphere_map as sphere_map
     from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
@@ -186,8 +185,7 @@ if TYPE_CHECKING:
     from helmscope.observe.sinks import TokenValues as TokenValues
     from helmscope.observe.sinks import attention_sinks as attention_sinks
     from helmscope.observe.sinks import sink_constancy as sink_constancy
-    from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
-    from helmscope.observe.temperature import effective_beta as effective_beta
+    from helmscope.observe.token_decoding import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
     from helmscope.observe.track import track as track

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SAME_START = 1e-3  # radians by which the first states of model and flow may differ
 
 
-def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.Dataset:
+def arc_length(system: Trajectory | System, *, first_token: bool = False) -> xr.Dataset:
     """Arc length by depth (or time) of each prompt: the cumulated mean angle that its tokens have moved, in radians.
 
     ``arc_length`` is 0 at the first depth. A Recording is measured on the unit sphere (``on_sphere``). Tokens
@@ -37,7 +37,7 @@ def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.
     >>> (turned.arc_length.values.ravel() / np.pi).tolist()
     [0.0, 0.5, 1.0]
     """
-    path = sphere_and_ids(source, None)[0]
+    path = sphere_and_ids(system, None)[0]
     path = path if first_token else without_first_token(path)
     lengths = _arc_lengths(path)
     measurement = with_replicates({"arc_length": lengths}, path)
@@ -63,7 +63,7 @@ def matched_flow_times(
     >>> matched_flow_times(slow, fast).flow_time.values.ravel().round(2).tolist()
     [0.0, 0.5, 1.0, 1.5, 2.0]
     """
-    model_path, flow_path = (sphere_and_ids(source, None)[0] for source in (model, flow))
+    model_path, flow_path = (sphere_and_ids(system, None)[0] for system in (model, flow))
     _check_same_start(model_path, flow_path)
     lengths, flow_lengths = (
         arc_length(path, first_token=first_token).arc_length.values for path in (model_path, flow_path)

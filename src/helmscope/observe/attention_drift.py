@@ -32,7 +32,7 @@ NAMES = {
     "drift_ratio": "drift of a head over the square root of tr Sigma_A",
     "total_drift": "mean tangential drift of attention (radians per layer)",
     "total_drift_ratio": "drift of attention over the square root of tr Sigma_A, summed over heads",
-    "mean_drift_norm": "norm of the mean over tokens of the tangential drift of attention",
+    "norm_of_mean_drift": "norm of the mean over tokens of the tangential drift of attention",
 }
 BOUNDS = dict.fromkeys(NAMES, AT_LEAST_0)
 COORDINATES = "direction of the state that attention reads; writes are divided by its length |y|"
@@ -44,7 +44,7 @@ class AttentionDrift(Instrument):
 
     ``drift`` and ``drift_ratio`` are per head; ``total_drift`` is the length of the whole write of attention, biases
     included, and ``total_drift_ratio`` compares it with Sigma_A summed over heads, as if they drew independently.
-    ``mean_drift_norm`` is the norm of the average over tokens of the drift vectors, which is small where tokens are
+    ``norm_of_mean_drift`` is the norm of the average over tokens of the drift vectors, which is small where tokens are
     pushed in different directions. Ratios are averaged over the tokens with Sigma_A > 0, NaN where there are none
     (identical tokens, rows of entropy 0, blocks that write nothing). In a flow, a drift is a velocity.
 
@@ -77,7 +77,7 @@ class AttentionDrift(Instrument):
         values = {
             "total_drift": token_mean(moments.total_drift, weights),
             "total_drift_ratio": mean_ratio(moments.total_drift, trace.sum(1), weights),
-            "mean_drift_norm": torch.linalg.vector_norm(token_mean(moved.mT, weights.unsqueeze(1)), dim=-1),
+            "norm_of_mean_drift": torch.linalg.vector_norm(token_mean(moved.mT, weights.unsqueeze(1)), dim=-1),
         }
         axes = ("head",) if moments.has_heads else ()
         self.keep(context, {name: moments.dropped_heads(value) for name, value in heads.items()}, axes=axes)

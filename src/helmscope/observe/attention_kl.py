@@ -1,6 +1,6 @@
-"""What small noise on queries or keys does to the attention weights: the divergence of a row at second order.
+"""What small noise on queries or keys does to the attention kernel: the divergence of a row at second order.
 
-With logits l_j = beta <q, k_j> + const and weights A = softmax(l), a change dl of the logits gives
+With logits l_j = beta <q, k_j> + const and kernel A = softmax(l), a change dl of the logits gives
 
     KL(A || A')  =  (1/2) Var_A(dl)  +  O(dl^3).
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def key_noise_kl(
-    weights: Float[Tensor, "*batch n m"],
+    kernel: Float[Tensor, "*batch n m"],
     queries: Float[Tensor, "*batch n r"],
     beta: float,
     sigma: float,
@@ -48,13 +48,13 @@ def key_noise_kl(
     >>> key_noise_kl(torch.tensor([[0.5, 0.5]]), torch.tensor([[3.0, 4.0]]), beta=1.0, sigma=0.02)
     tensor([0.0025])
     """
-    _check(weights, "queries", queries, -2)
+    _check(kernel, "queries", queries, -2)
     scale = (check_real("sigma", sigma, at_least=0) * check_real("beta", beta, above=0)) ** 2 / 2
-    return scale * queries.square().sum(-1) * collision_gap(weights)
+    return scale * queries.square().sum(-1) * collision_gap(kernel)
 
 
 def query_noise_kl(
-    weights: Float[Tensor, "*batch n m"],
+    kernel: Float[Tensor, "*batch n m"],
     keys: Float[Tensor, "*batch m r"],
     beta: float,
     sigma: float,
@@ -67,31 +67,31 @@ def query_noise_kl(
     Source: [Additive transport], table 1, of which it is the null hypothesis. Raises HelmscopeError for tensors that
     do not fit, rows that do not sum to 1, beta <= 0 or sigma < 0.
 
-    Two keys at distance 2 with equal weights, where tr Cov = 1:
+    Two keys at distance 2 with equal kernel, where tr Cov = 1:
 
     >>> query_noise_kl(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), beta=1.0, sigma=0.1)
     tensor([0.0050])
     """
-    _check(weights, "keys", keys, -1)
-    collision_gap(weights)  # refuses rows that do not sum to 1
+    _check(kernel, "keys", keys, -1)
+    collision_gap(kernel)  # refuses rows that do not sum to 1
     scale = (check_real("sigma", sigma, at_least=0) * check_real("beta", beta, above=0)) ** 2 / 2
-    return scale * key_spread(weights, keys)
+    return scale * key_spread(kernel, keys)
 
 
-def _check(weights: object, name: str, vectors: object, axis: int) -> None:
-    """Raise ``HelmscopeError`` unless weights (..., n, m) and vectors (..., count, r) are float tensors that fit."""
-    for label, value in (("weights", weights), (name, vectors)):
+def _check(kernel: object, name: str, vectors: object, axis: int) -> None:
+    """Raise ``HelmscopeError`` unless kernel (..., n, m) and vectors (..., count, r) are float tensors that fit."""
+    for label, value in (("kernel", kernel), (name, vectors)):
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float64) or value.ndim < 2:
             shown = f"of {value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else None
             raise HelmscopeError(
                 f"{label} is {shown or type_with_article(value)}, but it must be a tensor of float32 or float64 with "
                 "at least 2 axes"
             )
-    assert isinstance(weights, torch.Tensor)
+    assert isinstance(kernel, torch.Tensor)
     assert isinstance(vectors, torch.Tensor)
-    if vectors.dtype != weights.dtype or vectors.shape[:-1] != (*weights.shape[:-2], weights.shape[axis]):
+    if vectors.dtype != kernel.dtype or vectors.shape[:-1] != (*kernel.shape[:-2], kernel.shape[axis]):
         raise HelmscopeError(
-            f"{name} is of {vectors.dtype} {tuple(vectors.shape)}, but for weights of {weights.dtype} "
-            f"{tuple(weights.shape)} it must be of that dtype and shape {(*weights.shape[:-2], weights.shape[axis])} + "
+            f"{name} is of {vectors.dtype} {tuple(vectors.shape)}, but for kernel of {kernel.dtype} "
+            f"{tuple(kernel.shape)} it must be of that dtype and shape {(*kernel.shape[:-2], kernel.shape[axis])} + "
             "(r,)"
         )

@@ -47,7 +47,7 @@ SPECTRUM_NAMES = {
     "anisotropy": "anisotropy tr S^2 / (tr S)^2 of a head's Sigma_A",
     "rank": "numerical rank of a head's tangent Sigma_A",
     "rank_bound": "bound min(keys - 1, d_head) of the rank of a head's Sigma_A",
-    "keys": "number of keys of a sampled token",
+    "key_count": "number of keys of a sampled token",
     "total_anisotropy": "anisotropy tr S^2 / (tr S)^2 of Sigma_A summed over heads",
     "total_rank": "numerical rank of the tangent Sigma_A summed over heads",
     "smallest_eigenvalue": "smallest tangent eigenvalue of the summed Sigma_A over its mean tangent eigenvalue",
@@ -115,7 +115,7 @@ class AttentionNoiseSpectrum(Instrument):
     ``tokens`` of each prompt are drawn by ``seed`` among those that count, without the first ``skip`` of them, which
     see few keys under a causal mask; all of them where there are fewer. The same tokens are used in every layer, and
     they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tolerance`` times the
-    largest), its bound ``rank_bound`` and the number of ``keys``. Summed over heads: ``total_anisotropy``,
+    largest), its bound ``rank_bound`` and the number of keys, ``key_count``. Summed over heads: ``total_anisotropy``,
     ``total_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
     ``eigenvalue_share`` of the ``top`` largest eigenvalues. NaN where Sigma is 0. With fewer keys than dimensions the
     smallest eigenvalue is 0 whatever the model does; ``rank_bound`` says so.
@@ -271,7 +271,7 @@ def _head_spectra(
     values = torch.where(torch.isfinite(covariances).all(-1).all(-1).unsqueeze(-1), values, torch.nan)
     found = spectrum_statistics(values, s, tolerance)
     bound = (keys - 1).clamp(max=float(s))
-    return {"anisotropy": found["anisotropy"], "rank": found["rank"], "rank_bound": bound, "keys": keys}
+    return {"anisotropy": found["anisotropy"], "rank": found["rank"], "rank_bound": bound, "key_count": keys}
 
 
 def _total_spectra(sigma: Tensor, dim: int, tolerance: float) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import transformed_logits
 from helmscope.models.recording import Recording
-from helmscope.models.watch import AbstractEdit, EditContext, Observer, Site
+from helmscope.models.sites import AbstractEdit, EditContext, Observer, Site
 from helmscope.observe.attention_drift import described
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.track import check_system, token_mean, token_weights
@@ -62,7 +62,7 @@ PROBES = 4
 def attention_surface_divergence(
     system: System,
     *,
-    probes: int = PROBES,
+    random_signs: int = PROBES,
     seed: int = 0,
     per_token: bool = False,
     progress: ProgressOption = None,
@@ -70,10 +70,10 @@ def attention_surface_divergence(
     """Surface divergence of the drift of every head, with replicates: means over the tokens of a prompt.
 
     ``surface_divergence`` is per head; ``total_surface_divergence`` is that of the whole write, biases included. With
-    ``per_token`` also ``token_surface_divergence`` of every token (NaN for those that do not count). ``probes`` random
-    signs per head estimate the trace, unbiased; with at least d_head of them it is exact, and always is for a
+    ``per_token`` also ``token_surface_divergence`` of every token (NaN for those that do not count). ``random_signs``
+    random signs per head estimate the trace, unbiased; with at least d_head of them it is exact, and always is for a
     simulation. Random signs depend on ``seed``, the layer and the prompt only. The attribute ``extra_forwards`` counts
-    forwards of the model; each chunk of texts also takes ``probes`` backward passes through the queries for every head.
+    forwards of the model; each chunk of texts also takes ``random_signs`` backward passes through the queries per head.
 
     Raises HelmscopeError for a system without attention, for heads that write through a norm or are hidden, for
     ``Hardmax`` and ``SinkhornAttention``, whose kernels have no frozen form, and for a family outside the attention
@@ -87,16 +87,16 @@ def attention_surface_divergence(
     """
     check_system(system)
     instrument = _Divergences(
-        check_integer("probes", probes, at_least=1), check_integer("seed", seed, at_least=0), per_token
+        check_integer("random_signs", random_signs, at_least=1), check_integer("seed", seed, at_least=0), per_token
     )
     reason = system.unsupported_reason(instrument)
     if reason is not None:
         raise HelmscopeError(reason)
     if isinstance(system, Recording):
         _differentiate_recording(system, instrument, progress)
-        return instrument.result().assign_attrs(extra_forwards=1, probes=probes)
+        return instrument.result().assign_attrs(extra_forwards=1, random_signs=random_signs)
     system.replay(instrument, progress=progress)
-    return instrument.result().assign_attrs(extra_forwards=0, probes="exact")
+    return instrument.result().assign_attrs(extra_forwards=0, random_signs="exact")
 
 
 def divergence_unsupported(system: System) -> str | None:
@@ -115,8 +115,8 @@ class _Divergences(Instrument):
     name = "attention_surface_divergence"
     needs = HEADS_NEED
 
-    def __init__(self, probes: int, seed: int, per_token: bool) -> None:
-        self.probes, self.seed, self.per_token = probes, seed, per_token
+    def __init__(self, random_signs: int, seed: int, per_token: bool) -> None:
+        self.random_signs, self.seed, self.per_token = random_signs, seed, per_token
         self.system: System | None = None
 
     def unsupported_reason(self, system: System) -> str | None:
@@ -161,7 +161,7 @@ class _Divergences(Instrument):
     ) -> None:
         """Keeps the divergences of one layer, from the outputs of its heads as a function of its states y."""
         output = centered_output(output, centered=context.centered).to(heads.dtype)
-        count = output.shape[-1] if exact else self.probes
+        count = output.shape[-1] if exact else self.random_signs
         traces = torch.stack(
             [self._trace(context, spaces, y, heads[:, h], output[h], h, count) for h in range(len(output))], 1
         )

@@ -88,14 +88,14 @@ def local_cloud(
     cloud: Float[Tensor, "others d"],
     *,
     neighbors: int,
-    dims: int,
+    principal_axes: int,
     hidden: Bool[Tensor, "tokens others"] | None = None,
 ) -> LocalCloud:
-    """The cloud near unit vectors x: the ``dims`` first principal axes of the ``neighbors`` nearest of ``cloud``,
-    without those that are ``hidden`` from a token.
+    """The cloud near unit vectors x: the ``principal_axes`` first principal axes of the ``neighbors`` nearest of
+    ``cloud``, without those that are ``hidden`` from a token.
 
     >>> cloud = torch.tensor([[0.8, 0.6, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, -1.0]]).double()
-    >>> local_cloud(torch.eye(3)[:1].double(), cloud, neighbors=2, dims=1).axes.abs()
+    >>> local_cloud(torch.eye(3)[:1].double(), cloud, neighbors=2, principal_axes=1).axes.abs()
     tensor([[[0., 1., 0.]]], dtype=torch.float64)
     """
     near = x @ cloud.mT
@@ -103,8 +103,8 @@ def local_cloud(
     nearest = cloud[near.topk(neighbors, dim=-1).indices]
     inside = project(x.unsqueeze(1), nearest)
     _, sizes, axes = torch.linalg.svd(inside - inside.mean(1, keepdim=True), full_matrices=False)
-    spans = sizes[:, dims - 1] > FLAT * sizes[:, 0]
-    along = orthonormal(project(x, axes[:, :dims].transpose(0, 1)))
+    spans = sizes[:, principal_axes - 1] > FLAT * sizes[:, 0]
+    along = orthonormal(project(x, axes[:, :principal_axes].transpose(0, 1)))
     return LocalCloud(nearest.mean(1), along, angle(x.unsqueeze(1), nearest).mean(1), spans)
 
 
@@ -146,7 +146,7 @@ def cloud_projection(
     recording: Recording,
     *,
     neighbors: int = 16,
-    dims: int = 8,
+    principal_axes: int = 8,
     tokens: int | None = 16,
     planted_share: float | None = None,
     layers: Sequence[int | str] | None = None,
@@ -156,29 +156,32 @@ def cloud_projection(
     """Growth, over each MLP half-step, of small perturbations of a token off and along the local token cloud, their
     ratio, and the defect of idempotence, along (layer, prompt).
 
-    The cloud near a token has the ``dims`` first principal axes of its ``neighbors`` nearest neighbors in other
-    prompts; as many random directions are off it. ``growth_ratio_null`` assigns all of them at random.
-    ``tokens`` of each prompt are sampled, evenly spaced without the first; None takes all of them. With
-    ``planted_share`` s the half-step is replaced by z - s (z - p), p the nearest point of the plane through the mean of
-    the neighbors along these axes, whose ratio and defect are 1 - s.
+    The cloud near a token has the ``principal_axes`` first principal axes of its ``neighbors`` nearest neighbors in
+    other prompts; as many random directions are off it. ``growth_ratio_null`` assigns all of them at random. ``tokens``
+    of each prompt are sampled, evenly spaced without the first; None takes all of them. With ``planted_share`` s the
+    half-step is replaced by z - s (z - p), p the nearest point of the plane through the mean of the neighbors along
+    these axes, whose ratio and defect are 1 - s.
 
     NaN where no token counts. Raises HelmscopeError for models whose MLPs do not add to the state that they read, or
     are mixtures of experts, for edited writes, and where other prompts have fewer tokens than ``neighbors``.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time there was a cat", "The dog ran into the garden", "Tom was sad"])
-    >>> cloud_projection(recording, neighbors=4, dims=2, tokens=2).growth_ratio.dims
+    >>> cloud_projection(recording, neighbors=4, principal_axes=2, tokens=2).growth_ratio.dims
     ('layer', 'prompt')
     """
     refused = cloud_unsupported(recording)
     if refused is not None:
         raise HelmscopeError(refused)
-    count, axes = check_integer("neighbors", neighbors, at_least=2), check_integer("dims", dims, at_least=1)
+    count, axes = (
+        check_integer("neighbors", neighbors, at_least=2),
+        check_integer("principal_axes", principal_axes, at_least=1),
+    )
     room = recording.anatomy.dim - 1 - recording.anatomy.centered
     if axes >= count or 2 * axes > room:
         raise HelmscopeError(
-            f"dims is {axes}, but it must be below neighbors, {count}, and at most half of the dimension of the "
-            f"directions, {room}"
+            f"principal_axes is {axes}, but it must be below neighbors, {count}, and at most half of the dimension of "
+            f"the directions, {room}"
         )
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
     chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
@@ -194,7 +197,7 @@ def cloud_projection(
         for name, values in stacked.items()
     }
     coords = {"layer": chosen, "prompt": np.arange(len(recording.batch))}
-    attributes = {"title": "projection on the token cloud", "neighbors": count, "dims": axes, "seed": seed}
+    attributes = {"title": "projection on the token cloud", "neighbors": count, "principal_axes": axes, "seed": seed}
     attributes |= {"tokens": "all" if sampled is None else sampled, "half_step": "MLP" if share is None else "planted"}
     measured = xr.Dataset(data, coords | identity_coordinates("prompt", recording.batch.identities), attributes)
     return check_replicates(measured)
@@ -254,7 +257,7 @@ class _HalfStep:
 
 
 def _measured(
-    step: _HalfStep, neighbors: int, dims: int, tokens: int | None, share: float | None, seed: int
+    step: _HalfStep, neighbors: int, principal_axes: int, tokens: int | None, share: float | None, seed: int
 ) -> dict[str, np.ndarray]:
     """The values of every prompt at one half-step."""
     chosen, counts = spaced_tokens(step.weights, tokens)
@@ -274,7 +277,7 @@ def _measured(
     cloud, parts = retract(step.states[members]), []
     for part in torch.split(torch.arange(len(z), device=z.device), BLOCK):
         hidden = prompts[part].unsqueeze(-1) == owner
-        near = local_cloud(retract(z[part]), cloud, neighbors=neighbors, dims=dims, hidden=hidden)
+        near = local_cloud(retract(z[part]), cloud, neighbors=neighbors, principal_axes=principal_axes, hidden=hidden)
         parts.append(_of_tokens(step if share is None else _toward(step, near, z[part], share), near, z[part], draw))
     along, off, null_along, null_off, defect, nearness, spans = (torch.cat(each) for each in zip(*parts, strict=True))
     used = [(prompts == prompt) & (spans > 0) for prompt in range(len(chosen))]
@@ -296,12 +299,12 @@ def _of_tokens(step: _HalfStep, near: LocalCloud, z: Tensor, draw: np.random.Gen
     """Mean squared growths along and off the cloud, the same with directions assigned at random, the defect, the angle
     to the neighbors and whether they span enough dimensions, of each token.
     """
-    x, dims = retract(z), len(near.axes)
+    x, principal_axes = retract(z), len(near.axes)
     noise = project(x, _without_mean(torch.from_numpy(draw.standard_normal(near.axes.shape)).to(z), step.centered))
-    off = orthonormal(torch.cat([near.axes, noise]))[dims:]
+    off = orthonormal(torch.cat([near.axes, noise]))[principal_axes:]
     squares = directional_growth(step.map, z, torch.cat([near.axes, off])).square()
     shuffled = torch.from_numpy(draw.permuted(squares.cpu().numpy(), axis=0)).to(squares)
-    means = [each.mean(0) for both in (squares, shuffled) for each in (both[:dims], both[dims:])]
+    means = [each.mean(0) for both in (squares, shuffled) for each in (both[:principal_axes], both[principal_axes:])]
     return (*means, idempotence_defect(step.map, z), near.angle, near.spans.double())
 
 

@@ -33,8 +33,8 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.recording import Recording
 from helmscope.models.replay import InstrumentFeed
+from helmscope.models.sites import Site
 from helmscope.models.targets import prepare_inputs
-from helmscope.models.watch import Site
 from helmscope.observe.attention_drift import described
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
-    from helmscope.models.watch import AbstractEdit
+    from helmscope.models.sites import AbstractEdit
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
     "kl": "KL divergence of the next-token distribution from that without edits",
-    "increase": "increase of the next-token loss",
+    "loss_increase": "increase of the next-token loss",
     "entropy_change": "change of the entropy of the next-token distribution",
 }
 
@@ -44,7 +44,7 @@ def damage_under_edits(
     """The damage of each of several named edits (or lists of edits), one value per prompt: along (edit, prompt)
 
     - ``kl``: KL(p || q) of the next-token distribution p without edits and q under the edit;
-    - ``increase``: the loss under the edit minus the loss without it;
+    - ``loss_increase``: the loss under the edit minus the loss without it;
     - ``entropy_change``: H(q) - H(p), above 0 where the edit makes the model less certain;
     - ``top_token_agreement``: the share of positions at which the most likely next token stays the same.
 

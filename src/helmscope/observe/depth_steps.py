@@ -61,7 +61,7 @@ HALVES = {2: (Half.ATTENTION, Half.MLP), 3: (Half.ATTENTION, Half.CROSS, Half.ML
 
 @shows_progress("steps over depth")
 def depth_steps(
-    source: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
+    system: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The steps of the tokens of each prompt over (depth, prompt): angles moved, cumulated and net, cosines of
     successive steps, radius and its growth. Values at depth k describe the step that ends there.
@@ -80,7 +80,7 @@ def depth_steps(
     >>> [round(float(steps[name][2, 0]), 4) for name in ("angle", "arc_length", "update_cosine", "ambient_cosine")]
     [0.7854, 1.5708, 1.0, 0.7071]
     """
-    path = sphere_and_ids(source, None)[0]
+    path = sphere_and_ids(system, None)[0]
     path = check_finite(path if first_token else without_first_token(path))
     report, walk, columns = check_progress(progress), _Walk(path), []
     for k in range(len(path.states)):
@@ -91,7 +91,7 @@ def depth_steps(
     measurement = with_cumulative(with_bounds(with_replicates(values, path), BOUNDS), path.axis, CUMULATIVE)
     for name in measurement.data_vars:
         measurement[name].attrs["long_name"] = LABELS[str(name)]
-    return with_halves(measurement, source).assign_attrs(sphere=sphere_text(source), first_token=int(first_token))
+    return with_halves(measurement, system).assign_attrs(sphere=sphere_text(system), first_token=int(first_token))
 
 
 class _Walk:
@@ -170,32 +170,32 @@ def token_median(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batc
     return torch.where(half.squeeze(-1) > 0, (lower + upper) / 2, torch.nan)
 
 
-def with_halves(measurement: xr.Dataset, source: object) -> xr.Dataset:
+def with_halves(measurement: xr.Dataset, system: object) -> xr.Dataset:
     """The Measurement over depth with the coordinate ``half``: which half of a layer leads to each depth of a
-    recording, "" at its first depth; unchanged if the source is not a recording.
+    recording, "" at its first depth; unchanged if the system is not a recording.
 
     >>> import xarray as xr
     >>> with_halves(xr.Dataset(), None).coords
     Coordinates:
         *empty*
     """
-    if not isinstance(source, Recording):
+    if not isinstance(system, Recording):
         return measurement
-    halves = HALVES[source.anatomy.depths.steps]
-    depths = measurement[source.axis].values
-    names = [halves[(int(depth) - 1) % len(halves)].value if depth > source.first else "" for depth in depths]
-    return measurement.assign_coords(half=(source.axis, names))
+    halves = HALVES[system.anatomy.depths.steps]
+    depths = measurement[system.axis].values
+    names = [halves[(int(depth) - 1) % len(halves)].value if depth > system.first else "" for depth in depths]
+    return measurement.assign_coords(half=(system.axis, names))
 
 
-def sphere_text(source: object) -> str:
+def sphere_text(system: object) -> str:
     """What the unit vectors are, for the attribute ``sphere`` of a Measurement.
 
     >>> sphere_text(None)
     'states of the trajectory'
     """
-    if not isinstance(source, Recording):
+    if not isinstance(system, Recording):
         return "states of the trajectory"
-    if source.anatomy.post_norm:
+    if system.anatomy.post_norm:
         return "direction of the state, gain and bias of its norm undone"
     return "direction of the residual stream"
 

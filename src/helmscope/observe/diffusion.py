@@ -158,38 +158,38 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
 
 
 @full_precision
-def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
+def diffusivity(diffusion: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
     """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength [Helmholtz
     Transformer, no. 2].
 
     >>> diffusivity(torch.diag(torch.tensor([1.0, 2.0, 4.0])).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([3.])
     """
-    sigma = _check_sigma(sigma, check_tokens(x))
-    radial = (x * (sigma @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
-    return (_trace(sigma) - radial) / (x.shape[-1] - 1)
+    diffusion = _check_diffusion(diffusion, check_tokens(x))
+    radial = (x * (diffusion @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
+    return (_trace(diffusion) - radial) / (x.shape[-1] - 1)
 
 
-def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
+def diffusivity_as_printed(diffusion: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
     """Diffusivity tr Sigma / d as printed in the [Helmholtz Transformer], which on the sphere wrongly includes the
     radial direction.
 
     >>> diffusivity_as_printed(torch.diag(torch.tensor([1.0, 2.0, 6.0])).expand(1, 3, 3))
     tensor([3.])
     """
-    sigma = _check_square(sigma)
-    return _trace(sigma) / sigma.shape[-1]
+    diffusion = _check_square(diffusion)
+    return _trace(diffusion) / diffusion.shape[-1]
 
 
 @full_precision
-def anisotropy(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
+def anisotropy(diffusion: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
     """Anisotropy tr(S^2) / (tr S)^2 of S = P Sigma P: 1 / (d - 1) for isotropic noise on the tangent space, 1 for noise
     in a single direction, NaN for none.
 
     >>> anisotropy(torch.eye(3).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([0.5000])
     """
-    ambient = _check_sigma(sigma, check_tokens(x))
+    ambient = _check_diffusion(diffusion, check_tokens(x))
     p = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - x.unsqueeze(-1) * x.unsqueeze(-2)
     tangent = p @ ambient @ p
     trace = _trace(tangent)
@@ -230,21 +230,21 @@ def _check_heads(value: object) -> int:
     return value.shape[0]
 
 
-def _check_square(sigma: Tensor) -> Tensor:
-    check_points(sigma, name="sigma")
-    if sigma.ndim < 2 or sigma.shape[-1] != sigma.shape[-2]:
-        raise HelmscopeError(f"sigma has shape {tuple(sigma.shape)}, but it must be (..., d, d)")
-    return sigma
+def _check_square(diffusion: Tensor) -> Tensor:
+    check_points(diffusion, name="diffusion")
+    if diffusion.ndim < 2 or diffusion.shape[-1] != diffusion.shape[-2]:
+        raise HelmscopeError(f"diffusion has shape {tuple(diffusion.shape)}, but it must be (..., d, d)")
+    return diffusion
 
 
-def _check_sigma(sigma: Tensor, x: Tensor) -> Tensor:
-    _check_square(sigma)
-    if sigma.shape != (*x.shape, x.shape[-1]) or sigma.dtype != x.dtype:
+def _check_diffusion(diffusion: Tensor, x: Tensor) -> Tensor:
+    _check_square(diffusion)
+    if diffusion.shape != (*x.shape, x.shape[-1]) or diffusion.dtype != x.dtype:
         raise HelmscopeError(
-            f"sigma has shape {tuple(sigma.shape)} and dtype {sigma.dtype}, but tokens of shape {tuple(x.shape)} and "
-            f"dtype {x.dtype} need (..., n, d, d)"
+            f"diffusion has shape {tuple(diffusion.shape)} and dtype {diffusion.dtype}, but tokens of shape "
+            f"{tuple(x.shape)} and dtype {x.dtype} need (..., n, d, d)"
         )
-    return sigma
+    return diffusion
 
 
 def _trace(matrix: Tensor) -> Tensor:

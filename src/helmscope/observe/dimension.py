@@ -44,7 +44,7 @@ LARGEST_TRUSTED = 15.0  # dimensions above it depend on N at any N that is usual
 LEVEL = 0.95
 DISCARDED = 0.1
 GROUPS = 32  # of ratios, of which the jackknife of the fit leaves out one at a time
-LEAST_POINTS = 8
+MIN_POINTS = 8
 
 
 def two_nn(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Interval:
@@ -202,9 +202,9 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
         raise HelmscopeError(f"points have shape {tuple(points.shape)}, but they must be one cloud, (n, d)")
     cloud = points[equal_weights(token_weights(points, weights))].double()
     cloud = cloud[distinct(cloud)]
-    if len(cloud) < LEAST_POINTS:
+    if len(cloud) < MIN_POINTS:
         raise HelmscopeError(
-            f"points have {len(cloud)} distinct ones that count, but a dimension needs at least {LEAST_POINTS}"
+            f"points have {len(cloud)} distinct ones that count, but a dimension needs at least {MIN_POINTS}"
         )
     return cloud
 

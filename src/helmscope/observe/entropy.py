@@ -248,10 +248,10 @@ def _projected(moments: PooledMoments, basis: Tensor) -> PooledMoments:
 
 @shows_progress("entropy along depth")
 def entropy_along_depth(
-    source: Trajectory | System,
+    system: Trajectory | System,
     *,
     first_token: bool = False,
-    dimensions: int | None = None,
+    principal_axes: int | None = None,
     neighbors: int = NEIGHBORS,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -260,8 +260,8 @@ def entropy_along_depth(
     The values are jackknife pseudo-values: their mean over prompts is the statistic of all tokens, corrected for its
     bias of order 1/N, and their interval is that of the jackknife (``PooledMoments``). ``gaussian_entropy``,
     ``fisher_information`` (tr C^-1), ``surface_fisher_information``, ``matrix_entropy`` (second moment about 0) and
-    ``centered_matrix_entropy`` (covariance). ``neighbor_entropy`` is that of the ``dimensions`` first principal axes of
-    all tokens at that depth (4, or on a sphere of fewer dimensions as many as it has), from the distance to the
+    ``centered_matrix_entropy`` (covariance). ``neighbor_entropy`` is that of the ``principal_axes`` first principal
+    axes of all tokens at that depth (4, or on a sphere of fewer dimensions as many as it has), from the distance to the
     ``neighbors``-th neighbor, with the projection fixed in the jackknife; ``copies`` are tokens that it leaves out.
 
     The Gaussian quantities are taken in the space that the tokens of all depths span, of dimension ``rank`` (an
@@ -276,26 +276,26 @@ def entropy_along_depth(
     >>> measured.matrix_entropy.dims, measured.attrs["rank"], bool(measured.gaussian_entropy.isnull().all())
     (('depth', 'prompt'), 191, True)
     """
-    path = sphere_and_ids(source, None)[0]
+    path = sphere_and_ids(system, None)[0]
     path = check_finite(path if first_token else without_first_token(path))
     d = path.states.shape[-1]
-    dimensions = max(1, min(DIMENSIONS, d - 1)) if dimensions is None else check_dimensions(dimensions, d)
+    principal_axes = max(1, min(DIMENSIONS, d - 1)) if principal_axes is None else check_dimensions(principal_axes, d)
     neighbors, report = check_integer("neighbors", neighbors, at_least=1), check_progress(progress)
     common, columns = CommonRange.of(path), []
     for k in range(len(path.states)):
-        columns.append(_at_depth(common, k) | _by_neighbors(path, k, dimensions, neighbors))
+        columns.append(_at_depth(common, k) | _by_neighbors(path, k, principal_axes, neighbors))
         report((k + 1) / len(path.states))
     values = {name: torch.stack([column[name] for column in columns]) for name in LABELS}
     measurement = with_bounds(with_replicates(values, path), {"copies": AT_LEAST_0})
     for name, text in LABELS.items():
         measurement[name].attrs["long_name"] = text
-    return with_halves(measurement.assign_coords(rank=(path.axis, common.ranks())), source).assign_attrs(
-        sphere=sphere_text(source),
+    return with_halves(measurement.assign_coords(rank=(path.axis, common.ranks())), system).assign_attrs(
+        sphere=sphere_text(system),
         dimension=path.states.shape[-1],
         rank=common.rank,
         undefined=common.undefined_text,
         replicates=f"jackknife pseudo-values, one per {path.replicate} left out",
-        principal_axes=dimensions,
+        principal_axes=principal_axes,
         neighbors=neighbors,
         first_token=int(first_token),
     )
@@ -313,14 +313,14 @@ def _at_depth(common: CommonRange, k: int) -> dict[str, Tensor]:
     }
 
 
-def _by_neighbors(path: Trajectory, k: int, dimensions: int, neighbors: int) -> dict[str, Tensor]:
+def _by_neighbors(path: Trajectory, k: int, principal_axes: int, neighbors: int) -> dict[str, Tensor]:
     """The pseudo-values of the nearest-neighbor entropy at the depth number k, NaN for too few tokens and for
     weights that differ.
     """
     x, weights = _cloud(path, k)
     prompts, counted = len(x), weights.flatten() > 0
     group = torch.arange(prompts, device=x.device).repeat_interleave(x.shape[1])[counted]
-    points = principal_projection(x.flatten(0, 1)[counted], dimensions)
+    points = principal_projection(x.flatten(0, 1)[counted], principal_axes)
     kept = distinct(points)
     copies = torch.zeros(prompts, dtype=points.dtype, device=x.device).index_add(0, group, (~kept).to(points))
     try:

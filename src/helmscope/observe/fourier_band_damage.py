@@ -5,10 +5,10 @@ The input of a layer is perturbed by a random delta that is limited to a band of
 next-token distribution from that of the unperturbed model (``damage_under_edits``). Source: [Additive transport],
 Section 5, which says that sharp, high-frequency updates are unstable; it gives neither as a quantity.
 
-Equal norms. By default |delta|_F = relative |x|_F over all tokens of the prompt. A draw then spreads its norm unevenly
-over the tokens, by chance, and tokens of small radius are turned more than those of large radius; both are the same for
-all bands in expectation. With ``per_token`` |delta_t| = relative |x_t| at every token, so that every token is turned
-alike, at the price of a part of delta outside its band.
+Equal norms. By default |delta|_F = relative_norm |x|_F over all tokens of the prompt. A draw then spreads its norm
+unevenly over the tokens, by chance, and tokens of small radius are turned more than those of large radius; both are the
+same for all bands in expectation. With ``per_token`` |delta_t| = relative_norm |x_t| at every token, so that every
+token is turned alike, at the price of a part of delta outside its band.
 
 How to read it. Where blocks write nothing each token is on its own, and bands do not differ. Attention that averages
 over tokens removes high frequencies, and attention that compares neighbors amplifies them.
@@ -50,7 +50,7 @@ def fourier_band_damage(
     recording: Recording,
     *,
     bands: Mapping[str, Band] = BANDS,
-    relative: float = 0.1,
+    relative_norm: float = 0.1,
     layers: Sequence[int | str] | None = None,
     draws: int = 1,
     per_token: bool = False,
@@ -58,12 +58,13 @@ def fourier_band_damage(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage of perturbations of each of several ``bands`` of frequencies at the input of each layer, along (band,
-    layer, prompt): ``kl``, ``increase``, ``entropy_change`` and ``top_token_agreement`` as in ``damage_under_edits``,
-    means over ``draws`` random perturbations of norm ``relative`` times that of the state.
+    layer, prompt): ``kl``, ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` as in
+    ``damage_under_edits``, means over ``draws`` random perturbations of norm ``relative_norm`` times that of the state.
 
     Bands are pairs of frequencies, 1 the highest; equal bands under different names have independent draws. ``layers``
     are all by default, and ``per_token`` makes the relative norm the same at every token. Raises HelmscopeError where
-    ``damage_under_edits`` does, for a layer out of range, relative < 0, and a prompt without a frequency in a band.
+    ``damage_under_edits`` does, for a layer out of range, relative_norm < 0, and a prompt without a frequency in a
+    band.
 
     >>> from helmscope import record
     >>> measured = fourier_band_damage(record("A", ["Once upon a time there was a cat"]), layers=[0, 6])
@@ -72,7 +73,7 @@ def fourier_band_damage(
     """
     check_recording(recording)
     wanted = _checked_bands(bands)
-    relative, seed = check_real("relative", relative, at_least=0), check_seed(seed)
+    relative_norm, seed = check_real("relative_norm", relative_norm, at_least=0), check_seed(seed)
     count = check_integer("draws", draws, at_least=1)
     chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
     if not chosen:
@@ -81,7 +82,7 @@ def fourier_band_damage(
         _check_texts(recording, f"band '{name}'", band)
     edits = {
         f"{name}, layer {layer}, draw {draw}": PerturbFourierBand(
-            [layer], band=band, relative=relative, per_token=per_token, seed=_seed(seed, number, draw)
+            [layer], band=band, relative_norm=relative_norm, per_token=per_token, seed=_seed(seed, number, draw)
         )
         for number, (name, band) in enumerate(wanted.items())
         for layer in chosen
@@ -95,7 +96,13 @@ def fourier_band_damage(
     }
     coords = {"band": list(wanted), "layer": chosen} | {name: damage.coords[name] for name in _of_prompts(damage)}
     norm = "of each token" if per_token else "of each prompt"
-    attributes = {**damage.attrs, "title": "damage by frequency", "relative": relative, "norm": norm, "draws": count}
+    attributes = {
+        **damage.attrs,
+        "title": "damage by frequency",
+        "relative_norm": relative_norm,
+        "norm": norm,
+        "draws": count,
+    }
     return check_replicates(xr.Dataset(data, coords, attributes | {"seed": seed}))
 
 

@@ -27,8 +27,8 @@ from helmscope.fields.field import StateSpace
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project, retract
 from helmscope.models.recording import Recording
+from helmscope.models.sites import Observer, Site
 from helmscope.models.tap import locked
-from helmscope.models.watch import Observer, Site
 from helmscope.solve.fixed import steps_in
 from helmscope.solve.layer import Layer
 from helmscope.solve.simulation import Simulation
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from helmscope.types import System
 
-FEWEST_SUBSTEPS, MOST_SUBSTEPS = 2, 1024  # of RK4 between two stored times
+MIN_SUBSTEPS, MAX_SUBSTEPS = 2, 1024  # of RK4 between two stored times
 ACCURACY = 1e-7  # relative error of a derivative between two stored times
 GRAPH_BYTES = 2**29  # of the values that a backward pass keeps, approximately
 KEPT = 40  # vectors of the model's dimension that it keeps per token and layer
@@ -280,7 +280,7 @@ class _SimulatedToken(FrozenToken):
                 "without noise and merging, for directions on the sphere"
             )
         self.simulation, self.tokens = simulation, tokens
-        self._substeps = 2 * FEWEST_SUBSTEPS
+        self._substeps = 2 * MIN_SUBSTEPS
 
     @property
     def start(self) -> Tensor:
@@ -312,9 +312,9 @@ class _SimulatedToken(FrozenToken):
                 y, image = self._derivative(y, dy, begin + k * stepper.h, layer=stepper.h)
                 dy = self._at_token(_of_token(image, self.tokens), y)
             return dy
-        count = max(FEWEST_SUBSTEPS, self._substeps // 2)  # half of those that the last interval needed
+        count = max(MIN_SUBSTEPS, self._substeps // 2)  # half of those that the last interval needed
         coarse = self._integrated(y, dy, begin, end, count)
-        while count < MOST_SUBSTEPS:
+        while count < MAX_SUBSTEPS:
             count *= 2
             fine = self._integrated(y, dy, begin, end, count)
             error = torch.linalg.vector_norm(fine - coarse) / 15  # of a method of order 4

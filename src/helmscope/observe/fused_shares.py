@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # measured: RK4 with step 0.16 changes P by at most 3e-5 for SA up to beta = 9; for USA, whose rates grow as e^beta,
 # steps of 0.3 e^-beta change nothing up to beta = 4, while steps of 0.6 e^-beta do
 STEP_SA, SLOW_BETA, STEP_USA = 0.16, 10.0, 0.25
-MOST_STEPS = 100_000  # per interval; beyond this an adaptive stepper is cheaper
-MOST_CELLS = 2**25  # (beta, sample, time) counted at once
+MAX_STEPS = 100_000  # per interval; beyond this an adaptive stepper is cheaper
+MAX_CELLS = 2**25  # (beta, sample, time) counted at once
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,7 +53,7 @@ class FusedShares:
         betas, values = (torch.tensor([row[k] for row in supported], dtype=torch.float64, device="cpu") for k in (0, 1))
         _, _, normalized, causal = supported[0]
         shares = cls(x0=x0, times=times, delta=delta, betas=betas, values=values, normalized=normalized, causal=causal)
-        return shares if int(shares.steps.max()) <= MOST_STEPS else None
+        return shares if int(shares.steps.max()) <= MAX_STEPS else None
 
     @property
     def steps(self) -> Int[Tensor, " beta"]:
@@ -65,7 +65,7 @@ class FusedShares:
 
     def shares(self, progress: Progress) -> Iterator[Float[Tensor, "beta sample time"]]:
         """Share of pairs that have met in each sample, a chunk of betas at a time; NaN where a sample was lost."""
-        size = max(1, MOST_CELLS // (len(self.x0) * len(self.times)))
+        size = max(1, MAX_CELLS // (len(self.x0) * len(self.times)))
         for first in range(0, len(self.betas), size):
             chunk = slice(first, first + size)
             counts = fused_clustering(

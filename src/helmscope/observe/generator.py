@@ -68,21 +68,21 @@ def sphere_generator(
 @full_precision
 def ambient_generator(
     drift: Float[Tensor, "*batch d"],
-    sigma: Float[Tensor, "*batch d d"],
+    diffusion: Float[Tensor, "*batch d d"],
     probe: Probe,
     x: Float[Tensor, "*batch d"],
 ) -> Float[Tensor, "*batch"]:
     """Generator in R^d at points x: L phi = b.grad phi + Sigma:Hess phi, Sigma = (1/2) Cov(increment) / dt.
 
-    ``drift`` b and ``sigma`` broadcast over the points [Helmholtz Transformer, no. 2]. The cost is d gradients of the
-    probe. Raises HelmscopeError for shapes that do not fit.
+    ``drift`` b and ``diffusion`` broadcast over the points [Helmholtz Transformer, no. 2]. The cost is d gradients of
+    the probe. Raises HelmscopeError for shapes that do not fit.
 
     >>> point = torch.tensor([2.0, 3.0])
     >>> ambient_generator(torch.tensor([1.0, 0.0]), torch.eye(2), lambda x: x[..., 0] ** 3, point)  # 3 x^2 + 6 x
     tensor(24.)
     """
     check_points(x)
-    for name, tensor, tail in (("drift", drift, x.shape[-1:]), ("sigma", sigma, x.shape[-1:] * 2)):
+    for name, tensor, tail in (("drift", drift, x.shape[-1:]), ("diffusion", diffusion, x.shape[-1:] * 2)):
         check_points(tensor, name=name)
         wanted = (*x.shape[:-1], *tail)
         if tensor.dtype != x.dtype or not _broadcasts(tuple(tensor.shape), wanted, len(tail)):
@@ -97,7 +97,7 @@ def ambient_generator(
     points = x.contiguous()  # forward mode writes to it
     for axis in torch.eye(x.shape[-1], dtype=x.dtype, device=x.device):
         curvature = torch.func.jvp(slope, (points,), (axis.expand_as(x).contiguous(),))[1]
-        total = total + ((sigma @ axis) * curvature).sum(-1)
+        total = total + ((diffusion @ axis) * curvature).sum(-1)
     return total
 
 

@@ -90,9 +90,9 @@ class _Terms(Instrument):
 
 
 class SplittingTerms(_Terms):
-    """Instrument: ``share_first_state`` of the change of probes that the drifts of both updates at the first state
-    explain, and ``splitting_defect``, the relative distance of the change by their sum from that by the half-steps in
-    sequence; NaN where the force of the MLP does not reproduce what it writes.
+    """Instrument: ``explained_share_first_state`` of the change of probes that the drifts of both updates at the first
+    state explain, and ``splitting_defect``, the relative distance of the change by their sum from that by the
+    half-steps in sequence; NaN where the force of the MLP does not reproduce what it writes.
     """
 
     name = "splitting_terms"
@@ -139,7 +139,8 @@ class SplittingTerms(_Terms):
             sum_missed.append(missed(change, path.change(1.0), m))
         share = 1 - torch.cat(drift_missed, -1).nanmean(-1)
         self.keep(
-            context, {"share_first_state": share, "splitting_defect": torch.cat(sum_missed, -1).nanmean(-1).sqrt()}
+            context,
+            {"explained_share_first_state": share, "splitting_defect": torch.cat(sum_missed, -1).nanmean(-1).sqrt()},
         )
 
 
@@ -152,8 +153,9 @@ def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
 
 
 class SamplingTerms(_Terms):
-    """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate. ``share_sampling`` has
-    it in place of the second moment, ``share_sampled_step`` beside it, as a step with noise would have both,
+    """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate.
+    ``explained_share_sampling`` has
+    it in place of the second moment, ``explained_share_sampled_step`` beside it, as a step with noise would have both,
     ``sampling_error`` is its mean square over that of the change, and ``order_sampling`` the order in s of the
     remainder with Sigma_A in place of the second moment.
     """
@@ -186,8 +188,8 @@ class SamplingTerms(_Terms):
             found["left"].append(torch.stack([missed(change, change - each, m) for each in rest], -1))
         means = {name: torch.cat(parts, 1).nanmean(1) for name, parts in found.items()}
         values = {
-            "share_sampling": 1 - means["in_place"],
-            "share_sampled_step": 1 - means["beside"],
+            "explained_share_sampling": 1 - means["in_place"],
+            "explained_share_sampled_step": 1 - means["beside"],
             "sampling_error": means["alone"],
             "order_sampling": convergence_order(means["left"].sqrt()),
         }

@@ -15,17 +15,18 @@ the tokens of a prompt, a prediction T of C explains the share
 of the changes of the probes p, each of which counts the same, whatever its scale: 1 where the prediction is exact, 0
 where 0 predicts as well, below 0 where it is worse. The first token, the usual attention sink, is left out.
 
-    share                  T = <grad phi, D>, the drift at s = 1; kind_share has it by kind of probe, and share_null
-                           with the steps D permuted over the tokens of a prompt
-    share_second_moment    drift and second moment
-    share_of_mean          1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of
+    explained_share        T = <grad phi, D>, the drift at s = 1. With the suffix
+        _by_kind           by kind of probe
+        _null              with the steps D permuted over the tokens of a prompt
+        _second_moment     drift and second moment
+        _of_mean           1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of
                            the mean of a probe over the cloud, in which what tokens do in different directions cancels
-    share_first_state      T the drifts of both halves at the first state: the MLP's write is evaluated there
+        _first_state       T the drifts of both halves at the first state: the MLP's write is evaluated there
+        _sampling          T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
+                           the values, as if attention sampled one token
+        _sampled_step      Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
-    share_sampling         T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
-                           the values, as if attention sampled one token; share_sampled_step has it beside the second
-                           moment, and errs by exactly Sigma_A:Hess phi more
     sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error
     remainder              root mean square over tokens and probes of a kind of the remainder after the drift at each s,
                            over that of the change at s = 1; remainder_second_moment after both terms
@@ -35,12 +36,13 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
 
 How to read it. A share near 1 at s = 1 makes "to first order" a statement about the model; orders of 2 and 3 do not,
 they hold for every smooth probe and check the instrument. Second-order terms that improve the share say that steps are
-moderate; if they worsen it, the series does not describe the step at all. share_sampling above share is no evidence of
-noise: on a sphere of many dimensions every tangent second moment shortens <a, x> by half its trace, that of the step
-as well as Sigma_A. share_sampled_step below share_second_moment, and an order of 2, are the test of Sigma_A.
+moderate; if they worsen it, the series does not describe the step at all. explained_share_sampling above
+explained_share is no evidence of noise: on a sphere of many dimensions every tangent second moment shortens <a, x> by
+half its trace, that of the step as well as Sigma_A. explained_share_sampled_step below explained_share_second_moment,
+and an order of 2, are the test of Sigma_A.
 
 How it fails. A probe that is nearly linear on the scale of a step is explained by any drift; those here are not.
-NaN where no token of a prompt moves. ``share_first_state`` and ``splitting_defect`` need MLPs that add to
+NaN where no token of a prompt moves. ``explained_share_first_state`` and ``splitting_defect`` need MLPs that add to
 the state which attention reads, and are left out for post-norm models, norms after the MLP and cross-attention; the
 values of Sigma_A need heads that write by matrices. The attribute ``left_out`` says why.
 
@@ -82,13 +84,13 @@ if TYPE_CHECKING:
 TOKENS = 16  # of each prompt, at which Sigma_A is computed
 BELOW_1 = (-math.inf, 1.0)
 LABELS = {
-    "share": "share of phi(x') - phi(x) that the drift explains",
-    "kind_share": "share that the drift explains, by kind of probe",
-    "share_second_moment": "share that drift and second moment explain",
-    "share_of_mean": "share of the change of the mean over tokens that the drift explains",
-    "share_first_state": "share that the drifts of both halves at the first state explain",
-    "share_sampling": "share that the drift explains with Sigma_A in place of the second moment",
-    "share_sampled_step": "share that drift, second moment and Sigma_A explain",
+    "explained_share": "share of phi(x') - phi(x) that the drift explains",
+    "explained_share_by_kind": "share that the drift explains, by kind of probe",
+    "explained_share_second_moment": "share that drift and second moment explain",
+    "explained_share_of_mean": "share of the change of the mean over tokens that the drift explains",
+    "explained_share_first_state": "share that the drifts of both halves at the first state explain",
+    "explained_share_sampling": "share that the drift explains with Sigma_A in place of the second moment",
+    "explained_share_sampled_step": "share that drift, second moment and Sigma_A explain",
     "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
     "splitting_defect": "defect of the sum of both updates at the first state, relative",
     "remainder": "remainder after the drift, relative to the change at s = 1",
@@ -98,7 +100,7 @@ LABELS = {
     "order_sampling": "order of the remainder with Sigma_A in place of the second moment",
 }
 BOUNDS = {
-    **dict.fromkeys((name for name in LABELS if "share" in name), BELOW_1),
+    **dict.fromkeys((name for name in LABELS if "explained_share" in name), BELOW_1),
     **dict.fromkeys(("sampling_error", "splitting_defect", "remainder", "remainder_second_moment"), AT_LEAST_0),
 }
 
@@ -114,7 +116,8 @@ def generator_test(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The generator test of every block of a recording, or of every layer of a simulation under ``Layer()``: shares
-    over (layer, prompt), ``kind_share`` over (layer, prompt, kind), remainders over (layer, prompt, scale, kind).
+    over (layer, prompt), ``explained_share_by_kind`` over (layer, prompt, kind), remainders over (layer, prompt, scale,
+    kind).
 
     ``bank`` holds the probes, by default ``ProbeBank.of(system, seed=seed)``. Everything but Sigma_A is a mean over all
     tokens that count, without the first unless ``first_token``; Sigma_A is computed at ``tokens`` tokens of each
@@ -126,7 +129,7 @@ def generator_test(
     >>> turn = hs.MLP(w_in=torch.eye(2), w_out=0.01 * torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     >>> x = hs.Uniform(4, 2).sample(3, seed=0)
     >>> measured = generator_test(hs.integrate(turn, x, times=[0.0, 1.0], stepper=hs.Layer()))
-    >>> bool((measured.share > 0.99).all()), measured.remainder.dims
+    >>> bool((measured.explained_share > 0.99).all()), measured.remainder.dims
     (True, ('time', 'system', 'scale', 'kind'))
     """
     tokens, seed = check_integer("tokens", tokens, at_least=1), check_seed(seed)
@@ -153,7 +156,7 @@ def block_values(bank: ProbeBank, x: Tensor, step: Tensor, m: Tensor, permuted: 
 
     >>> x, m = torch.eye(3).double()[None], torch.ones(1, 3).double()
     >>> values = block_values(ProbeBank.around(x[0]), x, 1e-3 * x.roll(1, -1), m, 0 * x)
-    >>> bool(values["share"] > 0.999), values["share_null"].item(), round(values["order"].item(), 3)
+    >>> bool(values["explained_share"] > 0.999), values["explained_share_null"].item(), round(values["order"].item(), 3)
     (True, 0.0, 2.0)
     """
     kinds = [_kind_values(kind.along(x, step), kind.along(x, permuted), m) for kind in bank.kinds]
@@ -169,11 +172,11 @@ def block_values(bank: ProbeBank, x: Tensor, step: Tensor, m: Tensor, permuted: 
     }
     weighted = [(joined["weight"] * joined[name] ** 2).nansum(-1) for name in ("mean_left", "mean_change")]
     return {
-        "share": 1 - joined["after_drift"][0].nanmean(-1),
-        "share_null": 1 - joined["null"].nanmean(-1),
-        "share_second_moment": 1 - joined["after_both"][0].nanmean(-1),
-        "share_of_mean": 1 - weighted[0] / torch.where(weighted[1] > 0, weighted[1], torch.nan),
-        "kind_share": torch.stack([1 - kind["after_drift"][0].nanmean(-1) for kind in kinds], -1),
+        "explained_share": 1 - joined["after_drift"][0].nanmean(-1),
+        "explained_share_null": 1 - joined["null"].nanmean(-1),
+        "explained_share_second_moment": 1 - joined["after_both"][0].nanmean(-1),
+        "explained_share_of_mean": 1 - weighted[0] / torch.where(weighted[1] > 0, weighted[1], torch.nan),
+        "explained_share_by_kind": torch.stack([1 - kind["after_drift"][0].nanmean(-1) for kind in kinds], -1),
         **by_kind,
         "order": torch.where(moved, orders[0], torch.nan),
         "order_second_moment": torch.where(moved, orders[1], torch.nan),
@@ -229,9 +232,13 @@ def _measurement(
     values: dict[str, np.ndarray], system: System, steps: BlockSteps, bank: ProbeBank, left_out: str
 ) -> xr.Dataset:
     axes = (system.layer_axis, system.replicate)
-    further = {"kind_share": ("kind",), "remainder": ("scale", "kind"), "remainder_second_moment": ("scale", "kind")}
+    further = {
+        "explained_share_by_kind": ("kind",),
+        "remainder": ("scale", "kind"),
+        "remainder_second_moment": ("scale", "kind"),
+    }
     data = {name: ((*axes, *further.get(name, ())), value) for name, value in values.items()}
-    coords: dict[str, Any] = {axes[0]: steps.coordinates, axes[1]: np.arange(values["share"].shape[1])}
+    coords: dict[str, Any] = {axes[0]: steps.coordinates, axes[1]: np.arange(values["explained_share"].shape[1])}
     coords |= {"scale": np.array(SCALES), "kind": list(bank.names)}
     coords |= identity_coordinates(axes[1], steps.path.identities)
     measured = with_bounds(xr.Dataset(data, coords), BOUNDS)

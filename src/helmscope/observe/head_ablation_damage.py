@@ -27,7 +27,7 @@ from helmscope.intervene.attention import AblateHead
 from helmscope.intervene.edit import Edit
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import check_recording
-from helmscope.models.watch import LEADS_TO, Site
+from helmscope.models.sites import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.kernel import check_kernel, effective_keys, normalized_rows
 from helmscope.observe.layer_ablation_damage import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
-    from helmscope.models.watch import AbstractEdit
+    from helmscope.models.sites import AbstractEdit
     from helmscope.types import AttentionTensors, ReplayContext
     from helmscope.types.progress import ProgressOption
 
@@ -125,7 +125,7 @@ def head_ablation_damage(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of ablating each head in each form: ``kl`` and ``increase``, in nats, along (form, layer, head,
+    """The damage of ablating each head in each form: ``kl`` and ``loss_increase``, in nats, along (form, layer, head,
     prompt), beside ``effective_keys`` and ``kernel_rank`` of its kernel (``KernelRank``), along (layer, head, prompt).
 
     ``layers`` and ``heads`` choose heads as in ``head_ablation_loss``; entries of others are NaN. Null values of the
@@ -152,7 +152,7 @@ def head_ablation_damage(
     axes = {"layer": sorted({layer for layer, _ in places}), "head": sorted({head for _, head in places})}
     shape = (len(chosen_forms), *map(len, axes.values()), damage.sizes["prompt"])
     variables: dict[str, Any] = {}
-    for name, attributes in (("kl", KL), ("increase", INCREASE)):
+    for name, attributes in (("kl", KL), ("loss_increase", INCREASE)):
         values, numbers = np.full(shape, np.nan), iter(damage[name].values)
         for form in range(len(chosen_forms)):
             for layer, head in places:
@@ -267,7 +267,7 @@ def head_interaction(
     *,
     pairs: int = 24,
     tolerance: float = TOLERANCE,
-    smallest_damage: float = SMALLEST_DAMAGE,
+    min_damage: float = SMALLEST_DAMAGE,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -275,7 +275,7 @@ def head_interaction(
     (``matched_pairs``): ``joint`` and ``summed`` along (kind, pair, prompt), divergences in nats.
 
     Coordinates ``first`` and ``second`` (kind, pair) name the heads; ``kl`` along (layer, head, prompt) is the damage
-    of each head alone. Heads whose mean damage is below ``smallest_damage`` are in no pair. There may be fewer pairs
+    of each head alone. Heads whose mean damage is below ``min_damage`` are in no pair. There may be fewer pairs
     than asked for, also none. Takes one forward from its layer on for each head and pair. Raises HelmscopeError where
     ``head_ablation_loss`` does.
 
@@ -284,14 +284,14 @@ def head_interaction(
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> measured = head_interaction(recording, pairs=1, tolerance=9.0, smallest_damage=1e-12)
+    >>> measured = head_interaction(recording, pairs=1, tolerance=9.0, min_damage=1e-12)
     >>> dict(measured.joint.sizes), measured.kind.values.tolist()
     ({'kind': 2, 'pair': 1, 'prompt': 2}, ['one layer', 'across layers'])
     """
     report, seed = check_progress(progress), check_seed(seed)
     count, smallest = (
         check_integer("pairs", pairs, at_least=1),
-        check_real("smallest_damage", smallest_damage, above=0),
+        check_real("min_damage", min_damage, above=0),
     )
     check_recording(recording)
     places = heads_to_ablate(recording, None, None)

@@ -56,7 +56,7 @@ def close_pair_share(
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)
 
 
-def close_pair_shares(trajectory: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
+def close_pair_shares(system: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
     """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
     The variable ``close_pair_share`` (time, system) is the share of the pairs of each system; its mean over systems
@@ -67,7 +67,7 @@ def close_pair_shares(trajectory: Trajectory | System, *, delta: float = 1e-3) -
     >>> measured.close_pair_share.dims, measured.close_pair_share.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
-    path = trajectory_of(trajectory)
+    path = trajectory_of(system)
     share = close_pair_share(path.states, delta=delta, weights=path.weights)
     measurement = with_replicates({"close_pair_share": share}, path)
     measurement.close_pair_share.attrs["long_name"] = "share of pairs that have met"
@@ -75,7 +75,7 @@ def close_pair_shares(trajectory: Trajectory | System, *, delta: float = 1e-3) -
 
 
 @full_precision
-def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
+def inner_product_histogram(system: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] for each system at each time: the share of its pairs in each bin.
 
     ``inner_product_histogram`` is along (time, system, inner_product), the latter with the bin centers. Bins are closed
@@ -87,7 +87,7 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     """
     bins = check_integer("bins", bins, at_least=1)
     check_memory(f"bins is {bins}", bins)
-    path = trajectory_of(trajectory)
+    path = trajectory_of(system)
     x = path.states
     m = token_weights(x, path.weights)
     pairs = m.unsqueeze(-1) * m.unsqueeze(-2) * ~torch.eye(m.shape[-1], dtype=torch.bool, device=m.device)

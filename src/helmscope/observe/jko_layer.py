@@ -7,17 +7,17 @@ The tokens of several prompts before and after a layer are taken for the laws N(
 
 with the quadratic V and the nu of the layer (``layer_energy``) is N(m', C') in closed form (``gaussian_jko_step``), and
 
-    share = 1 - W2(output, minimizer) / W2(input, minimizer)
+    gap_closed_share = 1 - W2(output, minimizer) / W2(input, minimizer)
 
 is the share of the gap that the layer closes, with W2 between Gaussian laws: the empirical W2 of clouds in 190
 dimensions measures their sparseness. V, nu and tau come from one half of the prompts, tau as the value with the largest
 share there; the shares are those of the other half, as jackknife pseudo-values, one per prompt.
 
-    share            in all directions in which the tokens of the first half vary
-    share_projected  in their leading principal axes (``components`` of them), with V restricted to these
-    share_mlp        of the MLP half-step alone, from the cloud that the MLP reads, with nu = 0: attention is the map T
-                     then, and counts in no nu (sequential blocks of a model only)
-    objective_...    G at the input, the output and the minimizer, with V = 0 at the mean of the input
+    gap_closed_share            in all directions in which the tokens of the first half vary
+    gap_closed_share_projected  in their leading principal axes (``principal_axes`` of them), with V restricted to these
+    gap_closed_share_mlp        of the MLP half-step alone, from the cloud that the MLP reads, with nu = 0: attention is
+                                the map T then, and counts in no nu (sequential blocks of a model only)
+    objective_...               G at the input, the output and the minimizer, with V = 0 at the mean of the input
 
 How to read it. 1: the output is the minimizer. 0: the layer comes no closer to it than its input; below 0 it moves
 away. tau is a coordinate: the size of a step in layers, if it is the right V.
@@ -40,8 +40,8 @@ import numpy as np
 import xarray as xr
 
 from helmscope.models.recording import Recording
+from helmscope.models.sites import Site
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site
 from helmscope.observe.depth_steps import check_finite, sphere_text
 from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep, laws
 from helmscope.observe.layer_energy import LayerEnergies, LayerEnergy
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
 COMPONENTS = 4
 NAMES = {
-    "share": "share of the gap to the JKO minimizer that the layer closes (Gaussian laws)",
-    "share_projected": "share of the gap to the JKO minimizer that the layer closes, in leading principal axes",
-    "share_mlp": "share of the gap to the JKO minimizer that the MLP half-step closes, with nu = 0",
+    "gap_closed_share": "share of the gap to the JKO minimizer that the layer closes (Gaussian laws)",
+    "gap_closed_share_projected": "share of the gap to the JKO minimizer that the layer closes, in principal axes",
+    "gap_closed_share_mlp": "share of the gap to the JKO minimizer that the MLP half-step closes, with nu = 0",
     "objective_input": "JKO objective at the input of the layer",
     "objective_output": "JKO objective at the output of the layer",
     "objective_minimizer": "JKO objective at its minimizer",
@@ -79,7 +79,7 @@ NAMES = {
 def jko_layer(
     system: System,
     *,
-    components: int = COMPONENTS,
+    principal_axes: int = COMPONENTS,
     whole_only: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -100,20 +100,22 @@ def jko_layer(
     >>> from helmscope.solve.integrate import integrate
     >>> x = torch.nn.functional.normalize(torch.randn(6, 9, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     >>> block = Block(SA(beta=1.0), MLP(w_in=torch.eye(3), w_out=-torch.eye(3)))
-    >>> jko_layer(integrate(block, x.double(), times=[0.0, 0.1]), components=2).share.shape
+    >>> jko_layer(integrate(block, x.double(), times=[0.0, 0.1]), principal_axes=2).gap_closed_share.shape
     (1, 3)
     """
     steps = LayerSteps.of(system, seed=seed)
-    components = check_integer("components", components, at_least=1)
+    principal_axes = check_integer("principal_axes", principal_axes, at_least=1)
     if not isinstance(whole_only, bool):
         raise HelmscopeError(f"whole_only is {short_repr(whole_only)}, but it must be True or False")
     report, rows = check_progress(progress), []
     for done, layer in enumerate(steps.layers, 1):
-        rows.append(steps.measured(layer, components=None if whole_only else components))
+        rows.append(steps.measured(layer, principal_axes=None if whole_only else principal_axes))
         report(done / len(steps.layers))
     measured = steps.measurement(rows)
     if whole_only:
-        measured.attrs["left_out"] = "share_projected and share_mlp: only the step of the whole layer was fitted"
+        measured.attrs["left_out"] = (
+            "gap_closed_share_projected and gap_closed_share_mlp: only the step of the whole layer was fitted"
+        )
     return measured
 
 
@@ -205,20 +207,20 @@ class LayerSteps:
         """The share of the gap closed over all test prompts, without its jackknife."""
         return step.closed(*laws(self.clouds(layer).moments(step.axes, self.test).whole))
 
-    def measured(self, layer: int, *, components: int | None) -> dict[str, np.ndarray]:
-        """All quantities of a layer for the test prompts, and its tau; those of the whole layer alone if ``components``
-        is None.
+    def measured(self, layer: int, *, principal_axes: int | None) -> dict[str, np.ndarray]:
+        """All quantities of a layer for the test prompts, and its tau; those of the whole layer alone if
+        ``principal_axes`` is None.
         """
         step = self.fitted(layer)
         values = self.pseudo_values(layer, step) | {"tau": np.array(step.tau)}
-        if components is None:
+        if principal_axes is None:
             return values
-        values["share_projected"] = self.shares(layer, self.fitted(layer, most=components))
+        values["gap_closed_share_projected"] = self.shares(layer, self.fitted(layer, most=principal_axes))
         if self.depths[layer][2] is not None:
             pair = self.clouds(layer, mlp=True)
             axes = pair.axes(self.path.states.shape[-1], self.selection, self.test)
             alone = pair.fit(replace(self.energies[layer], nu=0.0), axes, self.selection)
-            values["share_mlp"] = self.shares(layer, alone, mlp=True)
+            values["gap_closed_share_mlp"] = self.shares(layer, alone, mlp=True)
         return values
 
     def measurement(self, rows: list[dict[str, np.ndarray]]) -> xr.Dataset:

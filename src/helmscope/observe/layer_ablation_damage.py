@@ -31,7 +31,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Replace
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import LEADS_TO, Site
+from helmscope.models.sites import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.loss import layer_numbers
 from helmscope.observe.track import token_mean
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.models.watch import AbstractEdit, EditContext
+    from helmscope.models.sites import AbstractEdit, EditContext
     from helmscope.types.progress import ProgressOption
 
 RELATIVE_NORM = 0.1
 NAMES = {
     "kl": "KL divergence of the next-token distribution from that without the ablation",
-    "increase": "increase of the next-token loss",
+    "loss_increase": "increase of the next-token loss",
     "change": "relative change of the state after the ablated layer",
     "last_change": "relative change of the state after the last layer",
     "repaired_share": "share of the change that later layers repair",
 }
-IN_NATS = ("kl", "increase")
+IN_NATS = ("kl", "loss_increase")
 
 
 class AblationForm(Enum):
@@ -116,7 +116,7 @@ def layer_ablation_damage(
 ) -> xr.Dataset:
     """The damage of ablating each layer, or a half-step of it, in each form: along (part, form, layer, prompt)
 
-    - ``kl`` and ``increase``: the KL divergence of the next-token distribution and the increase of the loss, in nats;
+    - ``kl`` and ``loss_increase``: the KL divergence of the next-token distribution and the increase of the loss, nats;
     - ``change`` and ``last_change``: e_l and e_L, the relative change of the state after the ablated layer and after
       the last one; ``repaired_share`` is 1 - e_L / e_l, NaN where nothing changes and 0 for the last layer.
 
@@ -227,7 +227,7 @@ def relative_noise(
     """The function of an edit that adds r |y| g to each state y, with the same draws in every layer; with a matrix W
     the directions are g = W u / |W u|, u normal.
 
-    >>> from helmscope.models.watch import Chunk
+    >>> from helmscope.models.sites import Chunk
     >>> state = torch.tensor([[[3.0, 4.0]]])
     >>> noisy = relative_noise(0.1, 0)(state, Chunk.whole(1).at(Site.OUTPUT, layer=3))
     >>> round(float((noisy - state).norm()), 6)

@@ -25,7 +25,7 @@ from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP, linear
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.jko_gaussian import QuadraticSteps
-from helmscope.observe.drift import unit_points
+from helmscope.observe.drift_and_swirl import unit_points
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
 from helmscope.observe.track import token_mean, token_weights
 from helmscope.types import Instrument, Needs, type_with_article

@@ -8,20 +8,20 @@ of the largest in L and their eigenvectors in the columns of E, the coordinates 
 
     J' = L^(-1/2) E^T J E L^(1/2),
 
-    share_before    antisymmetric share |A|^2 / |.|^2 of E^T J E
-    share_after     that of J'
-    variation       Var_x Sigma / |mean Sigma|_F^2
-    commutator      |H Sigma - Sigma H| / (|H| |Sigma|)
+    antisymmetric_share_before    antisymmetric share |A|^2 / |.|^2 of E^T J E
+    antisymmetric_share_after     that of J'
+    variation                     Var_x Sigma / |mean Sigma|_F^2
+    commutator                    |H Sigma - Sigma H| / (|H| |Sigma|)
 
 with H = -(J + J^T) / 2, the Hessian of V = -U for the gradient part of the Jacobian. Both shares are on the range of
 the same Sigma: a low rank would lower the second one alone otherwise. J is that of each token and Sigma their mean.
 
-How to read it. Whitening helps where ``share_after`` is below ``share_before``; ``share_after_null`` and
-``commutator_null`` have Sigma with random eigenvectors in its range. The premise of a constant Sigma holds where
-``variation`` is near 0. For a symmetric J whitening gives a gradient only where the commutator is 0.
-How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN. ``variation``
-comes from few tokens. Eigenvalues near ``tolerance`` of the largest are divided by, and J' is dominated by them.
-Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
+How to read it. Whitening helps where ``antisymmetric_share_after`` is below ``antisymmetric_share_before``;
+``antisymmetric_share_after_null`` and ``commutator_null`` have Sigma with random eigenvectors in its range. The premise
+of a constant Sigma holds where ``variation`` is near 0. For a symmetric J whitening gives a gradient only where the
+commutator is 0. How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN.
+``variation`` comes from few tokens. Eigenvalues near ``tolerance`` of the largest are divided by, and J' is dominated
+by them. Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.attention_noise import head_covariances, tangent_covariance
-from helmscope.observe.drift import DriftAndSwirl, unit_points
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.mlp_jacobian import tangent_jacobians
 from helmscope.observe.token_choice import sample_tokens, taken
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, ReplayPlan, System
 
 NAMES = {
-    "share_before": "antisymmetric share of the MLP's Jacobian on the range of Sigma_A",
-    "share_after": "antisymmetric share of the MLP's Jacobian, whitened by the mean Sigma_A",
-    "share_after_null": "the same, whitened by a matrix with random eigenvectors",
+    "antisymmetric_share_before": "antisymmetric share of the MLP's Jacobian on the range of Sigma_A",
+    "antisymmetric_share_after": "antisymmetric share of the MLP's Jacobian, whitened by the mean Sigma_A",
+    "antisymmetric_share_after_null": "the same, whitened by a matrix with random eigenvectors",
     "change": "change of the antisymmetric share by whitening",
     "change_null": "the same by a matrix with random eigenvectors",
     "variation": "variance of Sigma_A over tokens over the squared norm of its mean",
     "commutator": "commutator of Hess V and Sigma_A over the product of their norms",
     "commutator_null": "the same for a Sigma_A with random eigenvectors",
-    "rank": "rank of the mean Sigma_A of a prompt",
+    "sigma_rank": "rank of the mean Sigma_A of a prompt",
 }
-SHARES = ("share_before", "share_after", "share_after_null")
+SHARES = ("antisymmetric_share_before", "antisymmetric_share_after", "antisymmetric_share_after_null")
 
 
 class LayerWhitening(Instrument):
@@ -76,7 +76,7 @@ class LayerWhitening(Instrument):
     >>> block = Block(SA(beta=0.0), MLP(w_in=torch.eye(3), w_out=torch.eye(3)))
     >>> start = torch.eye(3, dtype=torch.float64).expand(1, 3, 3)
     >>> seen = integrate(block, start, times=[0.0]).replay(LayerWhitening())["layer_whitening"]
-    >>> seen["rank"].item(), round(seen.share_before.item(), 12)
+    >>> seen["sigma_rank"].item(), round(seen.antisymmetric_share_before.item(), 12)
     (3.0, 0.0)
     """
 
@@ -139,7 +139,7 @@ class LayerWhitening(Instrument):
             value.attrs["long_name"] = NAMES[str(name)]
         measured.attrs["radius"] = "recorded radius of each token; the Jacobian's factor 1/|y| cancels"
         measured.attrs["hessian"] = "minus the symmetric part of the MLP's Jacobian on the tangent space"
-        bounds = dict.fromkeys(("variation", "commutator", "commutator_null", "rank"), AT_LEAST_0)
+        bounds = dict.fromkeys(("variation", "commutator", "commutator_null", "sigma_rank"), AT_LEAST_0)
         return with_bounds(measured, bounds | dict.fromkeys(SHARES, SHARE))
 
 
@@ -148,7 +148,7 @@ def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tolerance
 
     >>> from helmscope import record
     >>> measured = layer_whitening(record("A", ["Once upon a time there was a cat"]), tokens=2)
-    >>> measured.change.dims, bool((measured.share_after <= 1).all())
+    >>> measured.change.dims, bool((measured.antisymmetric_share_after <= 1).all())
     (('layer', 'prompt'), True)
     """
     instrument = LayerWhitening(tokens=tokens, seed=seed, tolerance=tolerance)
@@ -185,10 +185,12 @@ def whitening_of(
 
     >>> drift, sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]).double(), torch.diag(torch.tensor([1.0, 4.0]).double())
     >>> found = whitening_of(-drift[None], sigma[None], 1e-6, np.random.default_rng(0))
-    >>> found["share_before"], round(found["share_after"], 6)  # 2 * 0.375^2 over 1 + 1 + 1/16 + 4
-    (0.0, 0.046392)
+    >>> found["antisymmetric_share_before"]
+    0.0
+    >>> round(found["antisymmetric_share_after"], 6)  # 2 * 0.375^2 over 1 + 1 + 1/16 + 4
+    0.046392
     """
-    nothing = dict.fromkeys(NAMES, float("nan")) | {"rank": 0.0}
+    nothing = dict.fromkeys(NAMES, float("nan")) | {"sigma_rank": 0.0}
     if not len(sigma) or not bool(torch.isfinite(sigma).all()):
         return nothing
     mean = sigma.mean(0)
@@ -209,15 +211,15 @@ def whitening_of(
     random = axes @ (turn * size) @ turn.mT @ axes.mT
     spread = float((sigma - mean).square().sum()) / (len(sigma) - 1) if len(sigma) > 1 else float("nan")
     return {
-        "share_before": before,
-        "share_after": after,
-        "share_after_null": null,
+        "antisymmetric_share_before": before,
+        "antisymmetric_share_after": after,
+        "antisymmetric_share_after_null": null,
         "change": after - before,
         "change_null": null - before,
         "variation": spread / float(mean.square().sum()),
         "commutator": float(_commutator(hessian, mean).mean()),
         "commutator_null": float(_commutator(hessian, random).mean()),
-        "rank": float(len(size)),
+        "sigma_rank": float(len(size)),
     }
 
 

@@ -23,7 +23,7 @@ import xarray as xr
 from helmscope.intervene.attention import AblateHead
 from helmscope.models.names import parse_head
 from helmscope.models.recording import Recording
-from helmscope.models.watch import AbstractEdit
+from helmscope.models.sites import AbstractEdit
 from helmscope.observe.scoring import Scoring
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -109,9 +109,9 @@ def loss_under_edits(
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
-    ``baseline`` is the loss of each prompt without the edits, ``increase`` how much higher ``loss`` is, all in nats;
-    ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary. Each edit takes one
-    forward from the first layer that it changes; earlier layers are not run again. The result equals
+    ``baseline`` is the loss of each prompt without the edits, ``loss_increase`` how much higher ``loss`` is, all in
+    nats; ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary. Each edit
+    takes one forward from the first layer that it changes; earlier layers are not run again. The result equals
     ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
     ``edits`` maps names to edits and must not be empty.
 
@@ -119,13 +119,13 @@ def loss_under_edits(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.intervene.states import Ablate
     >>> from helmscope.models.record import record
-    >>> from helmscope.models.watch import Site
+    >>> from helmscope.models.sites import Site
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> edits = {"no MLP": Ablate([1]), "no layer": [Ablate([1]), Ablate([1], site=Site.ATTENTION)]}
     >>> measured = loss_under_edits(recording, edits)
-    >>> measured.increase.dims, measured.edit.values.tolist()
+    >>> measured.loss_increase.dims, measured.edit.values.tolist()
     (('edit', 'prompt'), ['no MLP', 'no layer'])
     """
     if not isinstance(edits, Mapping) or not edits:
@@ -148,9 +148,9 @@ def head_ablation_loss(
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    ``baseline`` is the loss of each prompt with all heads, ``increase`` how much higher ``loss`` is, all in nats;
+    ``baseline`` is the loss of each prompt with all heads, ``loss_increase`` how much higher ``loss`` is, all in nats;
     ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
-    model, and ``increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
+    model, and ``loss_increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
     layers, by number or by name as for ``recording.layer``; by default all layers. ``heads`` selects single heads
     instead, by names such as "L3H5" or ["L3H5", "L4H0"]. In a decoder with cross-attention, the heads are those of
     self-attention; ``loss_under_edits`` takes ``AblateHead`` at Site.CROSS_HEADS. The output of an ablated head is 0,
@@ -165,9 +165,9 @@ def head_ablation_loss(
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> dict(head_ablation_loss(recording).increase.sizes)
+    >>> dict(head_ablation_loss(recording).loss_increase.sizes)
     {'layer': 2, 'head': 2, 'prompt': 2}
-    >>> dict(head_ablation_loss(recording, heads="L1H0").increase.sizes)
+    >>> dict(head_ablation_loss(recording, heads="L1H0").loss_increase.sizes)
     {'layer': 1, 'head': 1, 'prompt': 2}
     """
     scoring = Scoring(recording)
@@ -239,8 +239,8 @@ def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, l
     data = {
         "loss": (dims, means[1:].reshape(shape), LOSS_UNDER_EDIT),
         "loss_null": scoring.null,
-        "increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
-        "increase_null": 0.0,
+        "loss_increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
+        "loss_increase_null": 0.0,
         "baseline": ("prompt", means[0], BASELINE),
         "baseline_null": scoring.null,
     }

@@ -23,7 +23,7 @@ import xarray as xr
 
 from helmscope.intervene.edit import Edit
 from helmscope.models.place import PutInput
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.observe.scoring import LayerInputs, Scoring, token_losses
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_real, check_replicates, check_seed, short_repr
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
-    from helmscope.models.watch import AbstractEdit, EditContext
+    from helmscope.models.sites import AbstractEdit, EditContext
     from helmscope.types.progress import ProgressOption
 
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -52,7 +52,7 @@ def loss_gradient_cosine(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The cosine of every half-step's write with minus the loss gradient, with the write scaled by each of ``scales``:
-    ``cosine`` along (layer, half_step, scale, prompt), the mean over the tokens of a prompt.
+    ``cosine`` along (layer, half, scale, prompt), the mean over the tokens of a prompt.
 
     ``cosine_null`` is its mean over all permutations of the writes over the tokens, and ``cosine_permuted``, along a
     further axis ``draw``, its value for two random ones. Tokens that do not count, that write nothing, or on which no
@@ -66,7 +66,7 @@ def loss_gradient_cosine(
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> dict(loss_gradient_cosine(recording, scales=[0, 1]).cosine.sizes)
-    {'layer': 2, 'half_step': 2, 'scale': 2, 'prompt': 2}
+    {'layer': 2, 'half': 2, 'scale': 2, 'prompt': 2}
     """
     report, seed = check_progress(progress), check_seed(seed)
     steps = _checked_scales(scales)
@@ -90,13 +90,13 @@ def loss_gradient_cosine(
             found[(slice(None), *index, rows)] = _cosines(write, -gradient, weights, rows.start, seed)
             done += rows.stop - rows.start
             report(done / found[0].size)
-    axes = ("layer", "half_step", "scale", "prompt")
+    axes = ("layer", "half", "scale", "prompt")
     data = {
         "cosine": (axes, found[0], COSINE),
         "cosine_null": (axes, found[1], PERMUTED),
         "cosine_permuted": (("draw", *axes), found[2:], PERMUTED),
     }
-    coords = {"layer": chosen, "half_step": [site.value for site in sites], "scale": steps, **scoring.coords}
+    coords = {"layer": chosen, "half": [site.value for site in sites], "scale": steps, **scoring.coords}
     return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "gradient shape"}))
 
 

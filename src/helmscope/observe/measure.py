@@ -19,19 +19,19 @@ from helmscope.observe.block_steps import steps_unsupported
 from helmscope.observe.context_noise import context_noise, context_unsupported, own_contexts
 from helmscope.observe.depth_flow import depth_flow, flow_unsupported
 from helmscope.observe.depth_steps import depth_steps
-from helmscope.observe.drift import DriftAndSwirl
+from helmscope.observe.drift_and_swirl import DriftAndSwirl
+from helmscope.observe.effective_beta import EffectiveBeta, effective_beta
 from helmscope.observe.entropy import entropy_along_depth, entropy_unsupported
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.observe.generator_test import generator_test
 from helmscope.observe.jko_layer import jko_layer, jko_unsupported
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.layer_whitening import LayerWhitening
-from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change
+from helmscope.observe.mlp_entropy_change import entropy_change_unsupported, mlp_entropy_change
 from helmscope.observe.mlp_jacobian import MlpJacobian
 from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_unsupported
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
-from helmscope.observe.temperature import EffectiveBeta, effective_beta
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
@@ -127,7 +127,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
             (16, 14),
             entropy_unsupported,
         ),
-        StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), map_unsupported),
+        StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), entropy_change_unsupported),
         StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_unsupported),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
         StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_unsupported),
@@ -151,7 +151,7 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
 
 
 def _attention_surface_divergence(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return attention_surface_divergence(system, probes=1 if quick else 2, seed=seed, progress=progress)
+    return attention_surface_divergence(system, random_signs=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _context_noise(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -194,7 +194,7 @@ def _mlp_projection(system: System, *, quick: bool, seed: int, progress: Progres
 
 def _no_kernel(system: System) -> str | None:
     """Why a system has no effective beta; its states on the sphere are not needed to know that."""
-    return system.unsupported_reason(EffectiveBeta(sphere=system.trajectory))
+    return system.unsupported_reason(EffectiveBeta(on_sphere=system.trajectory))
 
 
 def measurement_names() -> tuple[str, ...]:

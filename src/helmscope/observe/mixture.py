@@ -51,7 +51,7 @@ MINIMAL_GAIN = 1e-6  # EM stops once a step raises the log-likelihood by less th
 class VMFMixture:
     """Fitted mixtures, one per cloud, of ``count`` components in order of decreasing weight.
 
-    Rows of ``weights``, ``centers`` and ``kappas`` beyond ``count`` are 0. A kappa equal to kappa_max is limited by
+    Rows of ``weights``, ``centers`` and ``kappas`` beyond ``count`` are 0. A kappa equal to max_kappa is limited by
     that bound: the tokens are more concentrated, or there is only one. ``bic[..., k-1]`` is the BIC of the best mixture
     found with k components, smallest at k = count.
 
@@ -87,21 +87,21 @@ def vmf_mixture(
     x: Float[Tensor, "*batch n d"],
     *,
     max_components: int = 8,
-    kappa_max: float = 1e3,
+    max_kappa: float = 1e3,
     restarts: int = 4,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> VMFMixture:
     """Fits a von Mises-Fisher mixture sum_k w_k f(x; mu_k, kappa_k) to each cloud, selecting the number of components.
 
-    Of the mixtures with at most ``max_components`` <= n components and kappa_k <= ``kappa_max`` it returns the one of
+    Of the mixtures with at most ``max_components`` <= n components and kappa_k <= ``max_kappa`` it returns the one of
     smallest
 
         BIC = -2 sum_i log sum_k w_k f(x_i) + p log n,   p = k (d + 1) - 1   (k - 1 weights, k centers, k kappas).
 
-    Without ``kappa_max`` the likelihood is unbounded: that of a component on a single token, or on equal tokens, grows
+    Without ``max_kappa`` the likelihood is unbounded: that of a component on a single token, or on equal tokens, grows
     with kappa without limit. The bound is part of the definition and sets the resolution: clusters narrower than about
-    1/sqrt(kappa_max) radians count as points, and clusters closer than a few times that as one.
+    1/sqrt(max_kappa) radians count as points, and clusters closer than a few times that as one.
 
     Each number of components is fitted by expectation maximization (Banerjee, Dhillon, Ghosh & Sra 2005) from
     ``restarts`` samples of k-means++ centers (Arthur & Vassilvitskii 2007) with a common kappa: 20 steps from each,
@@ -126,8 +126,8 @@ def vmf_mixture(
             f"max_components is {max_components}, but a cloud of {pluralized(n, 'token')} has at most "
             f"{pluralized(n, 'component')}"
         )
-    if check_real("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
-        raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
+    if check_real("max_kappa", max_kappa, above=0) > KAPPA_LIMIT:
+        raise HelmscopeError(f"max_kappa is {max_kappa:g}, but it must be at most {KAPPA_LIMIT:g}")
     restarts = check_integer("restarts", restarts, at_least=1)
     check_memory(f"restarts is {restarts} and max_components is {max_components}", restarts * max_components)
     uniforms = np.random.default_rng(check_integer("seed", seed, at_least=0)).random((restarts, max_components))
@@ -136,7 +136,7 @@ def vmf_mixture(
     for first in range(0, count, CHUNK):
         last = min(first + CHUNK, count)
         report = sub_progress(check_progress(progress), first / count, last / count)
-        chunks.append(_select_by_bic(clouds[first:last], float(kappa_max), uniforms, report))
+        chunks.append(_select_by_bic(clouds[first:last], float(max_kappa), uniforms, report))
     batch = x.shape[:-2]
     fields = (torch.from_numpy(np.concatenate(values)) for values in zip(*chunks, strict=True))
     return VMFMixture(*(field.reshape((*batch, *field.shape[1:])) for field in fields))
@@ -247,14 +247,14 @@ class _Fit(NamedTuple):
         return _Fit(*(values[which] for values in self))
 
 
-def _select_by_bic(x: Array, kappa_max: float, uniforms: Array, report: Progress) -> tuple[NDArray[np.generic], ...]:
+def _select_by_bic(x: Array, max_kappa: float, uniforms: Array, report: Progress) -> tuple[NDArray[np.generic], ...]:
     """Fields of the result for each cloud: the fit with 1 .. max_components components that has the smallest BIC."""
     clouds, n, dim = x.shape
     max_components = uniforms.shape[1]
     seeds = np.stack([_kmeans_plus_plus(x, row) for row in uniforms], 1)
     fits = []
     for k in range(1, max_components + 1):
-        fits.append(_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max))
+        fits.append(_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], max_kappa))
         report(k * (k + 1) / (max_components * (max_components + 1)))  # a fit takes time in proportion to k
     likelihood = np.stack([_logsumexp(_log_components(x, fit)).sum(-1) for fit in fits], -1)
     bic = (np.arange(1, max_components + 1) * (dim + 1) - 1) * math.log(n) - 2 * likelihood
@@ -284,26 +284,26 @@ def _kmeans_plus_plus(x: Array, uniforms: Array) -> Array:
 
 
 @full_precision
-def _fit_components(x: Array, seeds: Array, kappa_max: float) -> _Fit:
+def _fit_components(x: Array, seeds: Array, max_kappa: float) -> _Fit:
     """The best EM fit from the centers ``seeds`` (cloud, start, component, d), for each cloud."""
     clouds, restarts, k, dim = seeds.shape
-    floor = float(_polar_integrals(np.asarray(kappa_max), dim).spread)
+    floor = float(_polar_integrals(np.asarray(max_kappa), dim).spread)
     centers = seeds.reshape(-1, k, dim)
     repeated = np.repeat(x, restarts, 0)
     common = (1 - repeated @ centers.mT).min(-1).mean(-1)[:, None].repeat(k, 1)
-    initial = _Fit(np.full((len(repeated), k), 1 / k), centers, *_kappa_and_log_mass(common, dim, floor, kappa_max))
-    trials, likelihood = _run_em(repeated, initial, floor, kappa_max, TRIAL_STEPS)
+    initial = _Fit(np.full((len(repeated), k), 1 / k), centers, *_kappa_and_log_mass(common, dim, floor, max_kappa))
+    trials, likelihood = _run_em(repeated, initial, floor, max_kappa, TRIAL_STEPS)
     best = likelihood.reshape(clouds, restarts).argmax(-1) + restarts * np.arange(clouds)
-    return _run_em(x, trials.rows(best), floor, kappa_max, FINAL_STEPS)[0]
+    return _run_em(x, trials.rows(best), floor, max_kappa, FINAL_STEPS)[0]
 
 
-def _run_em(x: Array, fit: _Fit, floor: float, kappa_max: float, steps: int) -> tuple[_Fit, Array]:
+def _run_em(x: Array, fit: _Fit, floor: float, max_kappa: float, steps: int) -> tuple[_Fit, Array]:
     """Mixtures after up to ``steps`` EM steps, fewer where they converge, and the log-likelihood before the last."""
     result = _Fit(*(values.copy() for values in fit))
     likelihood = np.full(len(x), -np.inf)
     live = np.arange(len(x))
     for _ in range(steps):
-        fit, current = _em_step(x, fit, floor, kappa_max)
+        fit, current = _em_step(x, fit, floor, max_kappa)
         improving = current - likelihood[live] > MINIMAL_GAIN * x.shape[1]
         likelihood[live] = current
         for stored, values in zip(result, fit, strict=True):
@@ -317,7 +317,7 @@ def _run_em(x: Array, fit: _Fit, floor: float, kappa_max: float, steps: int) -> 
 
 
 @full_precision
-def _em_step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit, Array]:
+def _em_step(x: Array, fit: _Fit, floor: float, max_kappa: float) -> tuple[_Fit, Array]:
     """The mixtures after one EM step, and the log-likelihood before it."""
     n, dim = x.shape[-2:]
     with np.errstate(divide="ignore"):
@@ -333,14 +333,14 @@ def _em_step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit,
     defined = length > 1e-12 * np.maximum(mass, 1e-300)  # a component without tokens or with mean 0 keeps its center
     centers = np.where(defined[..., None], moment / np.where(defined, length, 1.0)[..., None], fit.centers)
     spread = 1 - np.minimum(length / np.maximum(mass, 1e-300), 1.0)
-    return _Fit(mass / n, centers, *_kappa_and_log_mass(spread, dim, floor, kappa_max)), likelihood
+    return _Fit(mass / n, centers, *_kappa_and_log_mass(spread, dim, floor, max_kappa)), likelihood
 
 
-def _kappa_and_log_mass(spread: Array, dim: int, floor: float, kappa_max: float) -> tuple[Array, Array]:
-    """kappa and log_mass for each spread, with kappa at most kappa_max, which is reached at the spread ``floor``."""
+def _kappa_and_log_mass(spread: Array, dim: int, floor: float, max_kappa: float) -> tuple[Array, Array]:
+    """kappa and log_mass for each spread, with kappa at most max_kappa, which is reached at the spread ``floor``."""
     s = np.maximum(spread, floor)
     width, smooth = s * (2 - s), _spline(dim)(s)
-    kappa = np.where(spread <= floor, kappa_max, smooth[..., 0] * (1 - s) / width)
+    kappa = np.where(spread <= floor, max_kappa, smooth[..., 0] * (1 - s) / width)
     return kappa, smooth[..., 1] + (dim - 1) / 2 * np.log(width)
 
 

@@ -288,8 +288,9 @@ def mlp_entropy_change(system: System, *, tokens: int | None = TOKENS, progress:
     bias included. NaN where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts
     them, and the attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
 
-    Raises HelmscopeError, as ``map_unsupported`` says, for flows, parallel blocks, norms after the MLP and mixtures of
-    experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all stored.
+    Raises HelmscopeError, as ``entropy_change_unsupported`` says, for flows, parallel blocks, norms after the MLP and
+    mixtures of experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all
+    stored.
 
     >>> from helmscope import record
     >>> measured = mlp_entropy_change(record("A", ["Once upon a time there was a cat"]), tokens=2)
@@ -297,7 +298,7 @@ def mlp_entropy_change(system: System, *, tokens: int | None = TOKENS, progress:
     (('layer', 'prompt'), True)
     """
     tokens = None if tokens is None else check_integer("tokens", tokens, at_least=1)
-    reason = map_unsupported(check_system(system))
+    reason = entropy_change_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
     path = system.on_sphere if isinstance(system, Recording) else system.trajectory
@@ -306,11 +307,11 @@ def mlp_entropy_change(system: System, *, tokens: int | None = TOKENS, progress:
     return system.replay(instrument, progress=progress)[instrument.name]
 
 
-def map_unsupported(system: System) -> str | None:
+def entropy_change_unsupported(system: System) -> str | None:
     """Why the half-steps of a system's MLPs are not maps N(r x + f(x)) of a token with a known f; None if they are.
 
     >>> from helmscope import record
-    >>> map_unsupported(record("A", ["Once upon a time"])) is None
+    >>> entropy_change_unsupported(record("A", ["Once upon a time"])) is None
     True
     """
     refused = system.unsupported_reason(_MapEntropy(system.trajectory, TOKENS, 0.0))

@@ -32,7 +32,7 @@ import torch
 
 from helmscope.fields.jacobian_algebra import JacobianInvariants, jacobian_algebra, slopes_of
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.drift import DriftAndSwirl, unit_points
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
 from helmscope.observe.mlp_mixture import DENSE_ENTRIES, PreparedMixture, prepare
 from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.track import SHARE, check_system, token_weights, with_bounds

@@ -37,7 +37,7 @@ import torch
 from helmscope.fields.gradient_fit import GradientBasis, Moments, fit_moments, root_mean_square
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift import unit_points
+from helmscope.observe.drift_and_swirl import unit_points
 from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import check_system, token_weights

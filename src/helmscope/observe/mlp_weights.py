@@ -30,7 +30,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift import DriftAndSwirl, unit_points
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, check_real, type_with_article
 

@@ -6,11 +6,12 @@ keys and values, those of the token itself included, stay fixed and only its que
 reads the state after attention, and its derivative is taken through attention. With J the Jacobian of Sigma^-1 b on
 the range of Sigma in the tangent space (``sigma_field`` has the formulas),
 
-    share    |A|^2 / |J|^2, A the antisymmetric part of J: 0 if and only if b = Sigma grad V near x, on that range
-    outside_range  share of the squared tangential drift outside the range of Sigma, which no mobility Sigma can move.
+    antisymmetric_share  |A|^2 / |J|^2, A the antisymmetric part of J: 0 if and only if b = Sigma grad V near x, on that
+    range outside_range        share of the squared tangential drift outside the range of Sigma, which no mobility Sigma
+    can move.
 
-How to read it. A random field has a share of (r - 1) / (2 r) on r dimensions (``share_null``); ``share_attention`` is
-that of the write of attention alone.
+How to read it. A random field has a share of (r - 1) / (2 r) on r dimensions (``antisymmetric_share_null``);
+``antisymmetric_share_attention`` is that of the write of attention alone.
 How it fails. Where Sigma is 0, as for a token with a single key, there is no share: NaN, and means leave such tokens
 out. Eigenvalues of Sigma near ``tolerance`` of the largest are divided by, and dominate J; in float32 nothing smaller
 than about 1e-6 of the largest is known.
@@ -28,7 +29,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.drift import DriftAndSwirl, unit_points
+from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
@@ -48,11 +49,11 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
-    "share": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of the block",
-    "share_null": "antisymmetric share of a random field on the range of Sigma_A",
-    "share_attention": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of attention",
+    "antisymmetric_share": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of the block",
+    "antisymmetric_share_null": "antisymmetric share of a random field on the range of Sigma_A",
+    "antisymmetric_share_attention": "antisymmetric share of the Jacobian of Sigma_A^-1 b, b the drift of attention",
     "outside_range": "share of the squared drift of the block outside the range of Sigma_A",
-    "rank": "rank of the tangent Sigma_A of a token",
+    "sigma_rank": "rank of the tangent Sigma_A of a token",
 }
 
 
@@ -72,7 +73,7 @@ def mobility_test(
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=1.0), torch.eye(3, dtype=torch.float64).expand(1, 3, 3), times=[0.0])
     >>> measured = mobility_test(run)
-    >>> measured["rank"].item(), bool(measured.share.item() < 1)
+    >>> measured["sigma_rank"].item(), bool(measured.antisymmetric_share.item() < 1)
     (2.0, True)
     """
     instrument = _Mobility(
@@ -195,17 +196,17 @@ class _Mobility(Instrument):
             drifts.append((write + more[0] / radius, slopes + more[1] / radius))
         solved = field.solved(drifts, self.tolerance)
         if solved is None:
-            return {"rank": 0.0}
+            return {"sigma_rank": 0.0}
         rank = len(solved[0].jacobian)
         key = (context.layer, context.rows.start + row, token)
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
         random = torch.from_numpy(source.standard_normal((rank, rank)))
         return {
-            "share": solved[-1].share,
-            "share_null": antisymmetric_share_of(random),
-            "share_attention": solved[0].share,
+            "antisymmetric_share": solved[-1].share,
+            "antisymmetric_share_null": antisymmetric_share_of(random),
+            "antisymmetric_share_attention": solved[0].share,
             "outside_range": solved[-1].outside,
-            "rank": float(rank),
+            "sigma_rank": float(rank),
         }
 
     @full_precision
@@ -229,7 +230,7 @@ class _Mobility(Instrument):
             value.attrs["long_name"] = NAMES[str(name)]
         measured.attrs["radius"] = "recorded radius of each token"
         measured.attrs["frozen"] = "keys and values, those of the token itself included"
-        return with_bounds(measured, dict.fromkeys([name for name in NAMES if name != "rank"], SHARE))
+        return with_bounds(measured, dict.fromkeys([name for name in NAMES if name != "sigma_rank"], SHARE))
 
 
 @full_precision

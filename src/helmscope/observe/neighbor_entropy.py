@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIMENSIONS, NEIGHBORS = 4, 4
-MOST_DIMENSIONS = 8
+MAX_DIMENSIONS = 8
 COPY = 1e-6  # of the root mean squared distance to the mean: points that are closer are copies
 SPARE = 8  # further neighbors that are kept for the jackknife
 BLOCK = 512  # rows of distances in memory
@@ -43,42 +43,45 @@ def neighbor_entropy(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None = None,
     *,
-    dimensions: int = DIMENSIONS,
+    principal_axes: int = DIMENSIONS,
     neighbors: int = NEIGHBORS,
 ) -> Float[Tensor, "*batch"]:
-    """Kozachenko-Leonenko entropy of each cloud, projected to its first ``dimensions`` principal axes, in nats, from
-    the distances to the ``neighbors``-th nearest neighbor.
+    """Kozachenko-Leonenko entropy of each cloud, projected to its first ``principal_axes`` principal axes, in nats,
+    from the distances to the ``neighbors``-th nearest neighbor.
 
     Points of weight 0 do not count; the other weights must be equal. Copies of a point count once. Raises
     HelmscopeError for more than 8 dimensions (or than x has), for unequal weights and for too few distinct points.
 
     >>> x = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> abs(neighbor_entropy(x, dimensions=2).item()) < 0.05  # uniform on the unit square: 0
+    >>> abs(neighbor_entropy(x, principal_axes=2).item()) < 0.05  # uniform on the unit square: 0
     True
     """
-    dimensions, neighbors = check_dimensions(dimensions, x.shape[-1]), check_integer("neighbors", neighbors, at_least=1)
+    principal_axes, neighbors = (
+        check_dimensions(principal_axes, x.shape[-1]),
+        check_integer("neighbors", neighbors, at_least=1),
+    )
     counts = token_weights(x, weights)
     clouds = x.reshape(-1, *x.shape[-2:])
     found = []
     for cloud, m in zip(clouds, counts.reshape(len(clouds), -1), strict=True):
-        points = principal_projection(cloud[equal_weights(m)].double(), dimensions)
+        points = principal_projection(cloud[equal_weights(m)].double(), principal_axes)
         found.append(NeighborDistances.of(points[distinct(points)], neighbors).entropy)
     return torch.stack(found).reshape(x.shape[:-2])
 
 
-def check_dimensions(dimensions: int, most: int) -> int:
+def check_dimensions(principal_axes: int, most: int) -> int:
     """The number of principal axes; raises HelmscopeError unless it is from 1 to 8, and at most that of the points.
 
     >>> check_dimensions(4, 192)
     4
     """
-    dimensions = check_integer("dimensions", dimensions, at_least=1)
-    if dimensions > min(MOST_DIMENSIONS, most):
+    principal_axes = check_integer("principal_axes", principal_axes, at_least=1)
+    if principal_axes > min(MAX_DIMENSIONS, most):
         raise HelmscopeError(
-            f"dimensions is {dimensions}, but nearest-neighbor entropy needs at most {min(MOST_DIMENSIONS, most)}: its "
-            "bias grows with the dimension"
+            f"principal_axes is {principal_axes}, but nearest-neighbor entropy needs at most "
+            f"{min(MAX_DIMENSIONS, most)}: its bias grows with the dimension"
         )
-    return dimensions
+    return principal_axes
 
 
 def equal_weights(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
@@ -98,7 +101,7 @@ def equal_weights(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
 
 
 @full_precision
-def principal_projection(points: Float[Tensor, "n d"], dimensions: int) -> Float[Tensor, "n p"]:
+def principal_projection(points: Float[Tensor, "n d"], principal_axes: int) -> Float[Tensor, "n p"]:
     """The coordinates of points along their first principal axes, about their mean.
 
     >>> principal_projection(torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0]]).double(), 1).abs().round(decimals=2)
@@ -107,7 +110,7 @@ def principal_projection(points: Float[Tensor, "n d"], dimensions: int) -> Float
             [0.]], dtype=torch.float64)
     """
     moved = points - points.mean(0)
-    axes: Tensor = torch.linalg.eigh(moved.mT @ moved)[1][:, -dimensions:].flip(-1)
+    axes: Tensor = torch.linalg.eigh(moved.mT @ moved)[1][:, -principal_axes:].flip(-1)
     return moved @ axes
 
 

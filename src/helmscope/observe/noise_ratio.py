@@ -67,7 +67,7 @@ def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
     middle of the range of KL that both reach in the prompt; where there is none, all are NaN.
 
     >>> from helmscope import record
-    >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), seeds=2)
+    >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), draws=2)
     >>> query_key_noise_at_equal_kl(noise).top_key_agreement.dims
     ('form', 'site', 'prompt')
     """
@@ -93,7 +93,7 @@ def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
 
 @shows_progress("table 1 of the source on additive transport")
 def noise_table_as_printed(
-    recording: Recording, *, seeds: int = 20, seed: int = 0, progress: ProgressOption = None
+    recording: Recording, *, draws: int = 20, seed: int = 0, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Table 1 of [Additive transport], section 9.1, in both of its readings, noise on the activations and on the
     weights: ``kl_query``, ``kl_key`` and their ``ratio``, along (form, sigma, prompt), each the mean over the draws.
@@ -103,12 +103,12 @@ def noise_table_as_printed(
     gauge q -> c q, k -> k / c, and so is no property of what the model computes.
 
     >>> from helmscope import record
-    >>> table = noise_table_as_printed(record("A", ["Once upon a time", "The cat sat"]), seeds=1)
+    >>> table = noise_table_as_printed(record("A", ["Once upon a time", "The cat sat"]), draws=1)
     >>> dict(table.ratio.sizes), table.printed_ratio.values.tolist()
     ({'form': 2, 'sigma': 3, 'prompt': 2}, [1.86, 0.86, 1.28])
     """
     forms = (NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS)
-    noise = query_key_noise(recording, forms=forms, sigmas=list(PRINTED), seeds=seeds, seed=seed, progress=progress)
+    noise = query_key_noise(recording, forms=forms, sigmas=list(PRINTED), draws=draws, seed=seed, progress=progress)
     return query_key_noise_table(noise)
 
 

@@ -29,7 +29,7 @@ from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, System, Trajectory, check_progress, check_real, type_with_article
 from helmscope.types.progress import ProgressOption
 
-MOST_PAIRED = 2_048
+MAX_PAIRED = 2_048
 PAIRS_AT_ONCE = 1 << 20
 BOUNDS = {
     "order_parameter": SHARE,
@@ -49,7 +49,7 @@ LONG_NAMES = {
 
 @shows_progress("overview")
 def overview(
-    trajectory: Trajectory | System,
+    system: Trajectory | System,
     *,
     beta: float | None = None,
     delta: float | None = None,
@@ -64,25 +64,26 @@ def overview(
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
     where it is infinite, and NaN where it overflows; for a simulation it defaults to the beta of its field, and must be
     given for everything else. Pairs are close where their inner product is at least 1 - ``delta``, and tokens belong to
-    one cluster within an angle ``radius`` of each other: 0.001 and 0.1 by default, where tokens have met; for a recording,
-    whose tokens come near each other at most, 0.1 and 0.45, the angle of an inner product of 0.9. A text with fewer than two tokens that count has no pairs: its values are NaN, with a
-    warning. Tokens count by the weights of the trajectory. With more than
-    2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
-    the attribute ``token_stride`` is k. ``progress`` is called with the share of the work done.
+    one cluster within an angle ``radius`` of each other: 0.001 and 0.1 by default, where tokens have met; for a
+    recording, whose tokens come near each other at most, 0.1 and 0.45, the angle of an inner product of 0.9. A text
+    with fewer than two tokens that count has no pairs: its values are NaN, with a warning. Tokens count by the weights
+    of the trajectory. With more than 2,048 tokens, pairs and clusters are computed for every k-th token, with the
+    smallest k that leaves at most 2,048; the attribute ``token_stride`` is k. ``progress`` is called with the share of
+    the work done.
 
     >>> import torch
     >>> measured = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
     >>> measured.cluster_count.values.tolist(), measured.close_pair_share.values.tolist()
     ([[3.0, 3.0]], [[0.0, 0.0]])
     """
-    system, trajectory = trajectory, trajectory_of(trajectory)
+    trajectory = trajectory_of(system)
     beta = check_real("beta", _beta_of(system) if beta is None else beta, at_least=0)
     of_model = trajectory.replicate == "prompt"
     delta = (0.1 if of_model else 1e-3) if delta is None else delta
     radius = (0.45 if of_model else 0.1) if radius is None else radius
     if of_model:
         warn_of_short_texts("pairs", (_token_counts(trajectory) < 2).tolist())
-    stride = -(-trajectory.states.shape[-2] // MOST_PAIRED)
+    stride = -(-trajectory.states.shape[-2] // MAX_PAIRED)
     report, parts = check_progress(progress), []
     steps, systems, tokens, _ = trajectory.states.shape
     # a few times at once: bounds the memory, and progress is reported in small steps

@@ -78,7 +78,7 @@ class PairSet(Enum):
 @progress_reporting(None, "statistics of clouds")
 @full_precision
 def cloud_statistics(
-    source: Trajectory | System,
+    system: Trajectory | System,
     *,
     ids: Int[Tensor, "batch n"] | None = None,
     levels: Sequence[float] = LEVELS,
@@ -96,7 +96,7 @@ def cloud_statistics(
     there is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most of the time, are
     left out.
 
-    ``source`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
+    ``system`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
     which are 0 for padding and special tokens; the first token, the usual attention sink, is left out unless
     ``first_token``. A statistic of no pairs is NaN. Everything is computed in float64, one depth at a time.
@@ -108,7 +108,7 @@ def cloud_statistics(
     """
     levels = check_levels(levels)
     gap = check_integer("gap", gap, at_least=1)
-    path, ids = sphere_and_ids(source, ids)
+    path, ids = sphere_and_ids(system, ids)
     path = path if first_token else without_first_token(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
     chunks = []
@@ -149,7 +149,7 @@ def check_levels(levels: Sequence[float]) -> list[float]:
     return numbers
 
 
-def sphere_and_ids(source: object, ids: Tensor | None) -> tuple[Trajectory, Tensor | None]:
+def sphere_and_ids(system: object, ids: Tensor | None) -> tuple[Trajectory, Tensor | None]:
     """The trajectory of a system on the unit sphere, and the ids of its tokens: ``ids`` or, if it is None,
     those of a recording. Raises HelmscopeError for ids of another shape.
 
@@ -157,11 +157,11 @@ def sphere_and_ids(source: object, ids: Tensor | None) -> tuple[Trajectory, Tens
     >>> ids is None
     True
     """
-    if isinstance(source, Recording):
-        path = source.on_sphere
-        ids = source.batch.inputs.get(source.batch.ids_name) if ids is None else ids
+    if isinstance(system, Recording):
+        path = system.on_sphere
+        ids = system.batch.inputs.get(system.batch.ids_name) if ids is None else ids
     else:
-        path = trajectory_of(source)
+        path = trajectory_of(system)
     if ids is None:
         return path, None
     shape = tuple(path.states.shape[1:3])

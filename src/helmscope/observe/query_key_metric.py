@@ -40,7 +40,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.input_matrices import input_matrices
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -75,8 +75,8 @@ class HeadMatrices:
     M_h = queries_h^T keys_h and O_h = outputs_h values_h, on a space of dimension ``dim``.
 
     >>> from helmscope import record
-    >>> forms = head_matrices(record("A", ["Once upon a time"]))
-    >>> len(forms), forms[0].queries.shape, forms[0].outputs.shape, forms[0].dim
+    >>> matrices = head_matrices(record("A", ["Once upon a time"]))
+    >>> len(matrices), matrices[0].queries.shape, matrices[0].outputs.shape, matrices[0].dim
     (12, torch.Size([6, 32, 192]), torch.Size([6, 192, 32]), 191)
     """
 
@@ -88,12 +88,12 @@ class HeadMatrices:
 
 
 def head_matrices(recording: Recording) -> list[HeadMatrices]:
-    """The forms of all layers; raises HelmscopeError where ``input_matrices`` does, and where the outputs of heads are
-    not written by a matrix that can be read.
+    """The matrices of all layers; raises HelmscopeError where ``input_matrices`` does, and where the outputs of heads
+    are not written by a matrix that can be read.
 
     >>> from helmscope import record
-    >>> forms = head_matrices(record("A", ["Once upon a time"]))[3]
-    >>> bool(forms.queries.sum(-1).abs().max() < 1e-6)  # LayerNorm: the mean of a state is not read
+    >>> matrices = head_matrices(record("A", ["Once upon a time"]))[3]
+    >>> bool(matrices.queries.sum(-1).abs().max() < 1e-6)  # LayerNorm: the mean of a state is not read
     True
     """
     check_recording(recording)
@@ -163,16 +163,16 @@ def symmetric_eigenvalues(
 
 
 @full_precision
-def qk_ov_alignment(forms: HeadMatrices) -> Float[Tensor, " heads"]:
+def qk_ov_alignment(matrices: HeadMatrices) -> Float[Tensor, " heads"]:
     """cos(M, O) = tr(M^T O) / (|M| |O|) of every head; NaN where one of them is 0.
 
     >>> eye = torch.eye(2)[None]
     >>> qk_ov_alignment(HeadMatrices(eye, eye, eye, eye, dim=2)).round(decimals=6).tolist()
     [1.0]
     """
-    product = ((forms.queries @ forms.outputs) * (forms.keys @ forms.values.mT)).sum((-2, -1))
-    of_m = ((forms.queries @ forms.queries.mT) * (forms.keys @ forms.keys.mT)).sum((-2, -1))
-    of_o = ((forms.outputs.mT @ forms.outputs) * (forms.values @ forms.values.mT)).sum((-2, -1))
+    product = ((matrices.queries @ matrices.outputs) * (matrices.keys @ matrices.values.mT)).sum((-2, -1))
+    of_m = ((matrices.queries @ matrices.queries.mT) * (matrices.keys @ matrices.keys.mT)).sum((-2, -1))
+    of_o = ((matrices.outputs.mT @ matrices.outputs) * (matrices.values @ matrices.values.mT)).sum((-2, -1))
     size = (of_m * of_o).sqrt()
     return product / torch.where(size > 0, size, torch.nan)
 
@@ -190,8 +190,8 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
     (('layer', 'head'), 0.5026, 32)
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in NAMES}
-    forms = head_matrices(recording)
-    for each in forms:
+    matrices = head_matrices(recording)
+    for each in matrices:
         values = symmetric_eigenvalues(each.queries, each.keys)
         largest = values.abs().amax(-1, keepdim=True)
         columns["symmetric_share"].append(symmetric_share(each.queries, each.keys))
@@ -208,9 +208,9 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         )
         for name, text in NAMES.items()
     }
-    null = ("layer", [(each.dim + 1) / (2 * each.dim) for each in forms])
+    null = ("layer", [(each.dim + 1) / (2 * each.dim) for each in matrices])
     nulls: dict[str, Any] = {"symmetric_share_null": null, "alignment_null": 0.0}
-    coords = {"layer": list(range(len(forms))), "head": list(range(len(forms[0].queries)))}
+    coords = {"layer": list(range(len(matrices))), "head": list(range(len(matrices[0].queries)))}
     attributes = {"model": recording.origin.title, "title": "query-key metric"}
     return check_replicates(xr.Dataset(data | nulls, coords, attributes), "layer")
 
@@ -237,7 +237,7 @@ def holonomy_defect(
     ('layer', 'prompt')
     """
     report, count = check_progress(progress), check_integer("triangles", triangles, at_least=1)
-    forms = head_matrices(recording)
+    matrices = head_matrices(recording)
     chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
     corners = _corners(recording, count, check_seed(seed))
     observer = _EdgeWeights(chosen, corners)
@@ -247,7 +247,9 @@ def holonomy_defect(
         edges = torch.cat(observer.found[layer])  # (prompt, triangle, edge, head)
         for prompt in range(found.shape[1]):
             if corners[prompt, 0, 0] >= 0:
-                found[row, prompt] = np.mean([triangle_holonomy_defect(forms[layer], each) for each in edges[prompt]])
+                found[row, prompt] = np.mean(
+                    [triangle_holonomy_defect(matrices[layer], each) for each in edges[prompt]]
+                )
         report((row + 1) / len(chosen))
     bounds = {"long_name": "defect of transport around triangles", "valid_min": 0.0, "valid_max": 2.0}
     coords = {"layer": chosen, "prompt": np.arange(found.shape[1])}
@@ -257,7 +259,7 @@ def holonomy_defect(
 
 
 @full_precision
-def triangle_holonomy_defect(forms: HeadMatrices, weights: Float[Tensor, "3 heads"]) -> float:
+def triangle_holonomy_defect(matrices: HeadMatrices, weights: Float[Tensor, "3 heads"]) -> float:
     """1 - tr(U_ij U_jk U_ik^T) / rank for the weights A_ij, A_jk and A_ik of the heads; NaN if a transport is 0.
 
     >>> eye = torch.eye(3).double()[None]
@@ -266,8 +268,10 @@ def triangle_holonomy_defect(forms: HeadMatrices, weights: Float[Tensor, "3 head
     True
     """
     units, ranks = [], []
-    for edge in weights.to(forms.outputs):
-        transport = ((edge[:, None, None] * forms.outputs).transpose(0, 1).flatten(1)) @ forms.values.flatten(0, 1)
+    for edge in weights.to(matrices.outputs):
+        transport = ((edge[:, None, None] * matrices.outputs).transpose(0, 1).flatten(1)) @ matrices.values.flatten(
+            0, 1
+        )
         left, sizes, right = torch.linalg.svd(transport)
         rank = int((sizes > ZERO * sizes[0]).sum()) if sizes[0] > 0 else 0
         units.append(left[:, :rank] @ right[:rank])

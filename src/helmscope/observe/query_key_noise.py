@@ -23,11 +23,11 @@ import torch
 import xarray as xr
 
 from helmscope.intervene.attention import Perturb
+from helmscope.intervene.batched_edits import BatchedEdits
 from helmscope.intervene.change import with_parameters
 from helmscope.intervene.query_key import CenteredKeyNoise, MatchedQueryNoise
-from helmscope.intervene.side_by_side import SideBySide
 from helmscope.intervene.weight_noise import WeightNoise
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.observe.damage import token_damage
 from helmscope.observe.scoring import LOGITS_PER_FORWARD, Scoring
 from helmscope.runs.bar import shows_progress
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
+    from helmscope.models.sites import AbstractEdit, Chunk
     from helmscope.models.tap import Attended, Call
-    from helmscope.models.watch import AbstractEdit, Chunk
     from helmscope.types.progress import ProgressOption
 
 SIGMAS = (0.01, 0.05, 0.1)  # of table 1
@@ -101,7 +101,7 @@ def query_key_noise(
     *,
     forms: Sequence[NoiseForm] = (NoiseForm.ACTIVATIONS, NoiseForm.MATCHED),
     sigmas: Sequence[float] = SIGMAS,
-    seeds: int = 20,
+    draws: int = 20,
     sites: Sequence[Site] = SITES,
     layers: int | Sequence[int] | None = None,
     seed: int = 0,
@@ -111,7 +111,7 @@ def query_key_noise(
     and
     ``top_key_agreement``; null values are those without noise.
 
-    ``sigmas`` are the sizes, ``seeds`` the number of draws, and ``layers`` where noise is added, by default in all at
+    ``sigmas`` are the sizes, ``draws`` the number of draws, and ``layers`` where noise is added, by default in all at
     once. ``sites`` may also hold Site.VALUE in the forms that do not compare queries with keys. The axis ``site`` holds
     "query", "key" and "value". Takes one forward for each form, site, size and draw; draws of one chunk of texts run in
     one forward where the batch size of the recording allows. Raises HelmscopeError where ``next_token_loss`` does, for
@@ -122,28 +122,28 @@ def query_key_noise(
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> noise = query_key_noise(recording, seeds=2)
+    >>> noise = query_key_noise(recording, draws=2)
     >>> dict(noise.kl.sizes)
     {'form': 2, 'site': 2, 'sigma': 3, 'draw': 2, 'prompt': 2}
     >>> noise.sel(site="key").top_key_agreement.max().item() <= 1
     True
     """
-    report, count = check_progress(progress), check_integer("seeds", seeds, at_least=1)
+    report, count = check_progress(progress), check_integer("draws", draws, at_least=1)
     sizes = _checked_sizes(sigmas)
     trial = _NoiseTrial(recording, _checked_forms(forms, sites), layers)
     shape = (len(NAMES), len(trial.forms), len(sites), len(sizes), count, len(recording.batch))
     found = np.full(shape, np.nan)
-    draws = [check_seed(seed) + k for k in range(count)]
+    seeds = [check_seed(seed) + k for k in range(count)]
     chunks, done = list(trial.scoring.chunks()), 0
     for rows in chunks:
         plain = trial.plain(rows)
         for index in np.ndindex(shape[1:4]):
             form, site, size = trial.forms[index[0]], sites[index[1]], sizes[index[2]]
-            for k, values in enumerate(trial.damages(plain, rows, form, site, size, draws)):
+            for k, values in enumerate(trial.damages(plain, rows, form, site, size, seeds)):
                 found[(slice(None), *index, k, rows)] = values
                 done += rows.stop - rows.start
                 report(done / found[0].size)
-    return _measurement(found, trial, {"form": trial.forms, "site": sites, "sigma": sizes, "draw": draws})
+    return _measurement(found, trial, {"form": trial.forms, "site": sites, "sigma": sizes, "draw": seeds})
 
 
 @shows_progress("query and key noise by layer")
@@ -152,7 +152,7 @@ def query_key_noise_by_layer(
     *,
     form: NoiseForm = NoiseForm.MATCHED,
     sigma: float = 0.05,
-    seeds: int = 4,
+    draws: int = 4,
     sites: Sequence[Site] = SITES,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -161,7 +161,7 @@ def query_key_noise_by_layer(
     prompt). Takes one forward for each layer, site and draw.
 
     >>> from helmscope import record
-    >>> noise = query_key_noise_by_layer(record("A", ["Once upon a time", "The cat sat"]), seeds=1)
+    >>> noise = query_key_noise_by_layer(record("A", ["Once upon a time", "The cat sat"]), draws=1)
     >>> noise.kl.dims, noise.sizes["layer"]
     (('layer', 'site', 'draw', 'prompt'), 12)
     """
@@ -173,7 +173,7 @@ def query_key_noise_by_layer(
             recording,
             forms=[form],
             sigmas=[sigma],
-            seeds=seeds,
+            draws=draws,
             sites=sites,
             layers=layer,
             seed=seed,
@@ -230,7 +230,7 @@ class _NoiseTrial:
         form: NoiseForm,
         site: Site,
         sigma: float,
-        draws: Sequence[int],
+        seeds: Sequence[int],
     ) -> list[np.ndarray]:
         """The damage of each draw of noise, as many draws in one forward as the batch size allows."""
         runner, found = self.recording.runner, list[np.ndarray]()
@@ -239,13 +239,13 @@ class _NoiseTrial:
         together = max(1, min(together, LOGITS_PER_FORWARD // plain[0].numel()))
         if form in OF_WEIGHTS or runner.encoder is not None:
             together = 1
-        for first in range(0, len(draws), together):
-            seeds = draws[first : first + together]
-            lists = [self._edits(form, site, sigma, each) for each in seeds]
+        for first in range(0, len(seeds), together):
+            chunk = seeds[first : first + together]
+            lists = [self._edits(form, site, sigma, each) for each in chunk]
             observer = _TopKeys()
-            with self._changed_weights(form, site, sigma, seeds[0]):
-                logits = SideBySide.runner(runner, rows, lists).outputs(observer)
-            for part, keys in zip(logits.chunk(len(seeds)), observer.table.chunk(len(seeds), 1), strict=True):
+            with self._changed_weights(form, site, sigma, chunk[0]):
+                logits = BatchedEdits.runner(runner, rows, lists).outputs(observer)
+            for part, keys in zip(logits.chunk(len(chunk)), observer.table.chunk(len(chunk), 1), strict=True):
                 found.append(self._compare(rows, plain[0], part, keys == plain[1]))
         return found
 

@@ -25,8 +25,8 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import transformed_logits
 from helmscope.models.recording import Recording
 from helmscope.models.replay import InstrumentFeed
+from helmscope.models.sites import Observer, Site
 from helmscope.models.tap import Attended, eager_of
-from helmscope.models.watch import Observer, Site
 from helmscope.observe.attention_surface_divergence import FrozenCloud
 from helmscope.observe.token_choice import taken
 from helmscope.solve.replay import attention_of

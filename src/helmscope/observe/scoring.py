@@ -15,7 +15,7 @@ from helmscope.models.place import PutInput
 from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import AbstractEdit, Observer, Site
+from helmscope.models.sites import AbstractEdit, Observer, Site
 from helmscope.observe.track import warn_of_short_texts
 from helmscope.types import HelmscopeError, identity_coordinates
 

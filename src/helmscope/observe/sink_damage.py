@@ -22,7 +22,7 @@ import xarray as xr
 
 from helmscope.intervene.edit import Edit
 from helmscope.models.recording import check_recording
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.sinks import SINK_THRESHOLD, AttentionSinks, TokenValues
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.recording import Recording
-    from helmscope.models.watch import AbstractEdit, EditContext
+    from helmscope.models.sites import AbstractEdit, EditContext
     from helmscope.types.progress import ProgressOption
 
 Head = tuple[int, int]  # layer and number
-LEAST_PROMPTS = 4  # two in each half
+MIN_PROMPTS = 4  # two in each half
 
 
 @shows_progress("damage to sinks")
@@ -47,7 +47,7 @@ def sink_damage(
     recording: Recording,
     *,
     heads: str | Sequence[str] | None = None,
-    sink_weight: float = SINK_THRESHOLD,
+    threshold: float = SINK_THRESHOLD,
     first_query: int = 1,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -56,7 +56,7 @@ def sink_damage(
     mean and by 0, and of masking the sinks, all of them together: along (edit, prompt).
 
     ``heads`` names the sinks, such as ["L2H3"]; by default these are the heads whose mean weight on the first visible
-    token, over the queries from ``first_query`` on, is at least ``sink_weight``. The mean of a prompt is that over the
+    token, over the queries from ``first_query`` on, is at least ``threshold``. The mean of a prompt is that over the
     half of the prompts to which it does not belong. Takes three forwards from the first sink's layer on, and one for
     weights and values. Raises HelmscopeError if no head is a sink, for fewer than four prompts, and where
     ``next_token_loss`` does.
@@ -70,20 +70,20 @@ def sink_damage(
     >>> damage.kl.dims, damage.edit.values.tolist()
     (('edit', 'prompt'), ['mean', 'zero', 'masked'])
     """
-    report, seed, least = check_progress(progress), check_seed(seed), check_real("sink_weight", sink_weight, above=0)
+    report, seed, least = check_progress(progress), check_seed(seed), check_real("threshold", threshold, above=0)
     check_recording(recording)
-    if len(recording.batch) < LEAST_PROMPTS:
+    if len(recording.batch) < MIN_PROMPTS:
         raise HelmscopeError(
             f"recording has {pluralized(len(recording.batch), 'prompt')}, but the mean over other prompts needs at "
-            f"least {LEAST_PROMPTS}"
+            f"least {MIN_PROMPTS}"
         )
     if heads is None:
         instrument = AttentionSinks(first_query=first_query)
-        weights = recording.replay(instrument)[instrument.name].sink_weight.mean("prompt")
+        weights = recording.replay(instrument)[instrument.name].first_token_mass.mean("prompt")
         sinks = sinks_of(weights, least)
         if not sinks:
             raise HelmscopeError(
-                f"sink_weight is {least:g}, but no head has a mean weight on the first token above "
+                f"threshold is {least:g}, but no head has a mean weight on the first token above "
                 f"{float(weights.max()):.3g}"
             )
     else:
@@ -126,7 +126,7 @@ class SinkEdits:
     lambda c with ``constants`` c, or to 0; with ``renormalized`` the other weights are divided by 1 - lambda.
 
     >>> weights = torch.tensor([[[[1.0, 0.0], [0.75, 0.25]]]])
-    >>> from helmscope.models.watch import Chunk
+    >>> from helmscope.models.sites import Chunk
     >>> (masked,) = SinkEdits([(0, 0)], renormalized=True).edits
     >>> masked.new(weights, Chunk.whole(1).at(Site.KERNEL, layer=0)).tolist()
     [[[[1.0, 0.0], [0.0, 1.0]]]]

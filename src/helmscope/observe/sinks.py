@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SINK_THRESHOLD = 0.3
 NAMES = {
-    "sink_weight": "mean weight of the first token",
+    "first_token_mass": "mean weight of the first token",
     "sink_share": f"share of queries that give the first token more than {SINK_THRESHOLD}",
     "is_sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
     "row_mass": "mean row sum of the attention weights",
@@ -45,7 +45,7 @@ NAMES = {
     "sink_value_norm_ratio": "mean |V_sink| / |V_ctx|",
 }
 BOUNDS = dict.fromkeys(("sink_share", "is_sink"), SHARE)
-BOUNDS |= dict.fromkeys(("sink_weight", "row_mass", "sink_value_norm_ratio"), AT_LEAST_0)
+BOUNDS |= dict.fromkeys(("first_token_mass", "row_mass", "sink_value_norm_ratio"), AT_LEAST_0)
 CONSTANCY_NAMES = {
     "cosine": "mean cosine of V_sink - mean value, over pairs of prompts",
     "raw_cosine": "mean cosine of V_sink, over pairs of prompts",
@@ -56,7 +56,7 @@ CONSTANCY_NAMES = {
 class AttentionSinks(Instrument):
     """Instrument: the attention to the first visible token in every layer (at every time of a simulation), by head.
 
-    ``sink_weight`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
+    ``first_token_mass`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
     ``is_sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
     sink metric of Gu et al. ``row_mass`` is the mean row sum and ``missing_mass`` is 1 minus it.
     ``sink_value_norm_ratio`` is the mean of |V_sink| / |V_ctx| over the queries where V_ctx is defined and not 0.
@@ -69,7 +69,7 @@ class AttentionSinks(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(4).expand(1, 4, 4), times=[0.0])
     >>> measured = run.replay(AttentionSinks())["attention_sinks"]
-    >>> measured.sink_weight.item(), measured.sink_share.item()
+    >>> measured.first_token_mass.item(), measured.sink_share.item()
     (0.25, 0.0)
     >>> round(measured.sink_value_norm_ratio.item(), 4)  # V_ctx is the mean of three orthogonal unit vectors
     1.7321
@@ -108,14 +108,14 @@ def attention_sinks(system: System, *, first_query: int = 1) -> xr.Dataset:
     Raises HelmscopeError for a system without attention, or whose attention is hidden.
 
     >>> from helmscope import record
-    >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).sink_weight.dims
+    >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).first_token_mass.dims
     ('layer', 'prompt', 'head')
     """
     instrument = AttentionSinks(first_query=first_query)
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def sink_constancy(recording: System) -> xr.Dataset:
+def sink_constancy(system: System) -> xr.Dataset:
     """Whether the value of the first visible token is the same in all prompts, for every layer and head.
 
     ``raw_cosine`` is the mean cosine of V_sink over pairs of prompts. A bias of the values, or a mean that all tokens
@@ -134,11 +134,11 @@ def sink_constancy(recording: System) -> xr.Dataset:
     (('layer', 'head'), 1, True)
     """
     instrument = TokenValues()
-    measured = check_system(recording).replay(instrument)[instrument.name]
+    measured = check_system(system).replay(instrument)[instrument.name]
     replicate = str(measured.visible.dims[1])
     prompts = measured.sizes[replicate]
     if prompts < 2:
-        raise HelmscopeError(f"recording has {prompts} {replicate}, but constancy over them needs at least 2")
+        raise HelmscopeError(f"system has {prompts} {replicate}, but constancy over them needs at least 2")
     mean = measured.total.sum(replicate) / measured.visible.sum(replicate)
     raw = measured.value.isel(position=0)
     about = raw - mean
@@ -152,8 +152,8 @@ def sink_constancy(recording: System) -> xr.Dataset:
     for name, each in values.items():
         each.attrs = {"long_name": CONSTANCY_NAMES[name]}
     attributes = {"prompts": prompts}
-    if isinstance(recording, Recording) and recording.batch.ids_name in recording.batch.inputs:
-        attributes["distinct_first_tokens"] = len({ids[0] for ids in recording.batch.visible_ids})
+    if isinstance(system, Recording) and system.batch.ids_name in system.batch.inputs:
+        attributes["distinct_first_tokens"] = len({ids[0] for ids in system.batch.visible_ids})
     return xr.Dataset(values, attrs=attributes)
 
 
@@ -231,7 +231,7 @@ def _statistics(
     mean_weight, mean_mass = token_mean(weight, counted), token_mean(mass, counted)
     above = torch.where(mean_weight.isnan(), torch.nan, (mean_weight > SINK_THRESHOLD).to(kernel))
     return {
-        "sink_weight": mean_weight,
+        "first_token_mass": mean_weight,
         "sink_share": token_mean((weight > SINK_THRESHOLD).to(kernel), counted),
         "is_sink": above,
         "row_mass": mean_mass,

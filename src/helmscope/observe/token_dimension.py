@@ -16,7 +16,7 @@ import torch
 import xarray as xr
 
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
-from helmscope.observe.dimension import LEAST_POINTS, gride_of_ratios, two_nn_of_ratios
+from helmscope.observe.dimension import MIN_POINTS, gride_of_ratios, two_nn_of_ratios
 from helmscope.observe.nearest import Nearest
 from helmscope.observe.neighbor_entropy import distinct
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
@@ -42,7 +42,7 @@ NAMES = {
 
 @shows_progress("dimension of the tokens")
 def token_dimension(
-    source: Trajectory | System,
+    system: Trajectory | System,
     *,
     neighbors: Sequence[int] = NEIGHBORS,
     first_token: bool = False,
@@ -64,8 +64,8 @@ def token_dimension(
     ('depth', 'prompt', 'neighbor')
     """
     scales = [check_integer("neighbors", k, at_least=2) for k in neighbors]
-    path, report = _counted_path(source, first_token), check_progress(progress)
-    least = max([LEAST_POINTS, *(2 * k + 1 for k in scales)])
+    path, report = _counted_path(system, first_token), check_progress(progress)
+    least = max([MIN_POINTS, *(2 * k + 1 for k in scales)])
     tokens = [_different_tokens(path, i, least) for i in range(path.states.shape[1])]
     points = min(map(len, tokens))
     most, depths = max([1, *scales]), len(path.states)
@@ -81,12 +81,12 @@ def token_dimension(
     parts = [with_replicates({"two_nn": found[0]}, path)]
     if scales:
         parts.append(with_replicates({"gride": found[1:].movedim(0, -1)}, path, {"neighbor": scales}))
-    return _described(xr.merge(parts, compat="override", join="override"), source, points, first_token)
+    return _described(xr.merge(parts, compat="override", join="override"), system, points, first_token)
 
 
 @shows_progress("dimension by position")
 def position_dimension(
-    source: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
+    system: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Two-NN dimension of the k-th tokens of all prompts, ``position_two_nn`` over (depth, prompt): one estimate from
     the ratios of the clouds of all positions k, M / sum log(r_2 / r_1) with M their number, as jackknife pseudo-values
@@ -101,14 +101,14 @@ def position_dimension(
     >>> position_dimension(Trajectory(torch.zeros(1), x)).attrs["positions"]  # the first one is left out
     2
     """
-    path, report = _counted_path(source, first_token), check_progress(progress)
+    path, report = _counted_path(system, first_token), check_progress(progress)
     prompts, depths = path.states.shape[1], len(path.states)
     clouds = [_different(path, (slice(None), k)) for k in range(path.states.shape[2])]
-    chosen = {k: members for k, members in enumerate(clouds) if len(members) > LEAST_POINTS}
+    chosen = {k: members for k, members in enumerate(clouds) if len(members) > MIN_POINTS}
     if not chosen:
         raise HelmscopeError(
-            f"source has {prompts} {path.replicate}s, but the dimension of the tokens at one position needs at least "
-            f"{LEAST_POINTS + 1} that differ there at every {path.axis}"
+            f"system has {prompts} {path.replicate}s, but the dimension of the tokens at one position needs at least "
+            f"{MIN_POINTS + 1} that differ there at every {path.axis}"
         )
     values = torch.empty(depths, prompts, dtype=torch.float64, device="cpu")
     for depth in range(depths):
@@ -123,7 +123,7 @@ def position_dimension(
         values[depth] = pseudo_values(count[0] / total[0], count[1:] / total[1:], n=prompts)
         report((depth + 1) / depths)
     mean = sum(map(len, chosen.values())) / len(chosen)
-    measured = _described(with_replicates({"position_two_nn": values}, path), source, mean, first_token)
+    measured = _described(with_replicates({"position_two_nn": values}, path), system, mean, first_token)
     return measured.assign_attrs(positions=len(chosen))
 
 
@@ -138,8 +138,8 @@ def _sums_without_one(points: Float[Tensor, "n d"]) -> Float[Tensor, " one_and_n
     return torch.cat([own.sum()[None], own.sum() - own + changed])
 
 
-def _counted_path(source: Trajectory | System, first_token: bool) -> Trajectory:
-    path = sphere_and_ids(source, None)[0]
+def _counted_path(system: Trajectory | System, first_token: bool) -> Trajectory:
+    path = sphere_and_ids(system, None)[0]
     return check_finite(path if first_token else without_first_token(path))
 
 
@@ -163,10 +163,10 @@ def _different(path: Trajectory, place: tuple[int | slice, int | slice]) -> Tens
     return members
 
 
-def _described(measured: xr.Dataset, source: object, points: float, first_token: bool) -> xr.Dataset:
+def _described(measured: xr.Dataset, system: object, points: float, first_token: bool) -> xr.Dataset:
     names = [str(name) for name in measured.data_vars]
     measured = with_bounds(measured, dict.fromkeys(names, AT_LEAST_0))
     for name in names:
         measured[name].attrs["long_name"] = NAMES[name]
-    attributes = {"points": points, "sphere": sphere_text(source), "first_token": int(first_token)}
-    return with_halves(measured, source).assign_attrs(attributes)
+    attributes = {"points": points, "sphere": sphere_text(system), "first_token": int(first_token)}
+    return with_halves(measured, system).assign_attrs(attributes)

@@ -38,7 +38,7 @@ SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # 
 
 @shows_progress("tracking")
 def track(
-    trajectory: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
+    system: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
 ) -> xr.Dataset:
     """Evaluates functions of tokens along a trajectory: a Measurement over (time, system), or (depth, prompt).
 
@@ -55,11 +55,11 @@ def track(
     >>> measured.order.dims, measured.order.values.round(4).tolist()
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
-    path, report, values = trajectory_of(trajectory), check_progress(progress), {}
+    path, report, values = trajectory_of(system), check_progress(progress), {}
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
-    origin = getattr(trajectory, "origin", None)  # of a Recording
+    origin = getattr(system, "origin", None)  # of a Recording
     measurement = with_replicates(values, path)
     for name, function in quantities.items():
         if long_name := _long_name(function):
@@ -93,16 +93,16 @@ def _evaluate(name: str, function: Callable[..., Tensor], path: Trajectory) -> T
     return function(path.states, weights=path.weights)
 
 
-def trajectory_of(source: object) -> Trajectory:
+def trajectory_of(system: object) -> Trajectory:
     """Returns the trajectory itself, or that of a System; raises HelmscopeError for anything else.
 
     >>> trajectory_of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))).times
     tensor([0.])
     """
-    path = getattr(source, "trajectory", source)
+    path = getattr(system, "trajectory", system)
     if not isinstance(path, Trajectory):
         raise HelmscopeError(
-            f"trajectory is {type_with_article(source)}, but it must be a Trajectory or a System such as a Simulation"
+            f"system is {type_with_article(system)}, but it must be a Trajectory or a System such as a Simulation"
         )
     return path
 

@@ -58,7 +58,7 @@ BOUNDS = {"ratio": SHARE, "euclidean_ratio": SHARE, "ratio_from_start": SHARE, "
 
 @shows_progress("transport ratios")
 def transport_ratio(
-    source: Trajectory | System,
+    system: Trajectory | System,
     *,
     first_token: bool = False,
     euclidean: bool = True,
@@ -81,7 +81,7 @@ def transport_ratio(
     >>> transport_ratio(Trajectory(torch.arange(3.0), swapped), first_token=True).ratio.values.ravel().tolist()
     [nan, 0.0, nan]
     """
-    path = sphere_and_ids(source, None)[0]
+    path = sphere_and_ids(system, None)[0]
     path = check_finite(path if first_token else without_first_token(path))
     steps, prompts = path.states.shape[:2]
     names = ["ratio", "ratio_from_start", "relative_step"]
@@ -98,7 +98,7 @@ def transport_ratio(
     measurement = with_cumulative(measurement, path.axis, {"ratio_from_start"})
     for name in names:
         measurement[name].attrs["long_name"] = LABELS[name]
-    return with_halves(measurement, source).assign_attrs(sphere=sphere_text(source), first_token=int(first_token))
+    return with_halves(measurement, system).assign_attrs(sphere=sphere_text(system), first_token=int(first_token))
 
 
 class _Cloud:

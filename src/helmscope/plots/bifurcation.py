@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from helmscope.plots.canvas import GRAY
-from helmscope.plots.measured import plain
 from helmscope.plots.style import COLORS, blank_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 NEEDED = ("order", "critical_nu", "fold_nu", "fold_order", "continuous")
-MOST_CURVES = 8
+MAX_CURVES = 8
 SMOOTH = 200  # points of a curve
 PADDING = 0.06  # of the plane to the left and right, in units of its width
 
@@ -62,7 +62,7 @@ def bifurcation_figure(diagram: xr.Dataset, *, title: str = "") -> Figure:
 
 def _draw_orders(panel: Axes, diagram: xr.Dataset) -> None:
     betas = diagram.beta.values
-    shown = np.unique(np.linspace(0, len(betas) - 1, min(len(betas), MOST_CURVES)).round().astype(int))
+    shown = np.unique(np.linspace(0, len(betas) - 1, min(len(betas), MAX_CURVES)).round().astype(int))
     panel.axhline(0, color=GRAY, linewidth=1.0, zorder=1, label="_uniform")
     for k, color in zip(shown, _colors(len(shown)), strict=True):
         row = diagram.isel(beta=int(k))

@@ -13,8 +13,8 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import effective_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
-from helmscope.plots.measured import MOST_MARKERS, axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, spans_decades
+from helmscope.plots.variable_panel import MAX_MARKERS, axis_name, draw_singles, single_replicates
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import Trajectory, pluralized
 from helmscope.types.measurement import COMPANIONS
@@ -182,7 +182,7 @@ def _draw_mean(
     """Draws the mean of a quantity with its band, or with the single systems if they are too few for one."""
     value = means[name]
     x, y = value[value.dims[0]].values, value.values
-    marker = "o" if len(x) <= MOST_MARKERS else ""  # lines between few stored times are only interpolation
+    marker = "o" if len(x) <= MAX_MARKERS else ""  # lines between few stored times are only interpolation
     panel.plot(x, y, color=color, label=label, marker=marker, markersize=3)
     if singles:
         draw_singles(panel, x, [single[name].values for single in singles], color)

@@ -15,9 +15,9 @@ from helmscope.meanfield.density import NEGATIVE_MASS
 from helmscope.meanfield.sphere_grid import SphereGrid
 from helmscope.plots.canvas import GRAY, draw_outline
 from helmscope.plots.globe import draw_globe, values_on_disc
-from helmscope.plots.measured import plain
 from helmscope.plots.projection import ELEVATION
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled, use_log_scale
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError, check_integer, check_real
 from helmscope.types.display import short_description
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 ANGLES = 721  # at which a density on the circle or a zonal density is drawn
-MOST_MAP_TIMES = 400  # columns of a map over time
+MAX_MAP_TIMES = 400  # columns of a map over time
 GLOBES, PROFILES = 5, 6  # most times at which a density is drawn
 PANEL, CURVES = 2.05, 2.2  # inches
 RELATIVE = "density / uniform density"
@@ -272,7 +272,7 @@ def _draw_over_time(top: SubFigure, path: DensityPath, steps: list[int]) -> None
 
 
 def _draw_map(top: SubFigure, panel: Axes, path: DensityPath) -> None:
-    columns = np.unique(np.linspace(0, len(path) - 1, min(len(path), MOST_MAP_TIMES)).round().astype(int))
+    columns = np.unique(np.linspace(0, len(path) - 1, min(len(path), MAX_MAP_TIMES)).round().astype(int))
     profiles = Profiles.of([path[int(k)] for k in columns])
     times = path.times[columns].numpy()
     image = panel.pcolormesh(

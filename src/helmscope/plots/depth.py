@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from helmscope.plots.curves import CLUSTERING, RANK, complete, describe_bands, draw_curves, measured, radius_curves
-from helmscope.plots.measured import plain
 from helmscope.plots.style import new_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError, Trajectory, type_with_article
 
 if TYPE_CHECKING:

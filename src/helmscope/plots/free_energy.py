@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.plots.canvas import GRAY
-from helmscope.plots.measured import plain
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled, use_log_scale
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
 
-MOST_MARKED = 25  # differences drawn as markers
+MAX_MARKED = 25  # differences drawn as markers
 
 
 def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
@@ -71,5 +71,5 @@ def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
 def _differences(times: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     """The slopes between neighboring times at their middles, thinned evenly."""
     middles, slopes = (times[1:] + times[:-1]) / 2, np.diff(values) / np.diff(times)
-    every = max(1, -(-len(middles) // MOST_MARKED))
+    every = max(1, -(-len(middles) // MAX_MARKED))
     return middles[::every], slopes[::every]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.plots.measured import LETTERS, axis_name, heading, label, plain
 from helmscope.plots.style import COLORS, spans_decades
+from helmscope.plots.variable_panel import LETTERS, axis_name, heading, label, plain
 from helmscope.stats.reduce import band, reduced
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.measured import as_floats, axis_name, plain, whole_ticks
 from helmscope.plots.style import spans_decades
+from helmscope.plots.variable_panel import as_floats, axis_name, plain, whole_ticks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
 
-MOST_NUMBERS = 100  # cells of a map that are labelled with their numbers
+MAX_NUMBERS = 100  # cells of a map that are labelled with their numbers
 ROUNDING = 1e-12  # of the largest number: less than this reads 0
 
 
@@ -51,7 +51,7 @@ def draw_map(figure: Figure, panel: Axes, value: xr.DataArray, shared: Any, *, t
         whole_ticks(axis, value, dim)
     if is_table:
         panel.invert_yaxis()
-        if numbers.size <= MOST_NUMBERS:
+        if numbers.size <= MAX_NUMBERS:
             _draw_numbers(panel, image, x, y, numbers)
     else:
         panel.set(xlim=(x[0], x[-1]))  # the outer halves of the first and last cells are beyond the data

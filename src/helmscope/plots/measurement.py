@@ -11,7 +11,8 @@ import numpy as np
 
 from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.maps import draw_map
-from helmscope.plots.measured import (
+from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
+from helmscope.plots.variable_panel import (
     as_floats,
     axis_name,
     curve_labels,
@@ -23,7 +24,6 @@ from helmscope.plots.measured import (
     variables,
     whole_ticks,
 )
-from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, check_name, keeps_replicates, pluralized, replicate_axis, type_with_article
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STATE_AXES = ("depth", "layer", "time")  # the horizontal axis, if a variable has one of these
 ACROSS, WIDTH, HEIGHT, HEADING = 3, 3.3, 2.7, 0.6  # panels in a row; inches
-MOST_VARIABLES, MOST_CURVES = 12, 12
+MAX_VARIABLES, MAX_CURVES = 12, 12
 LETTERS = 40  # of a panel's title in a line
 
 
@@ -184,7 +184,7 @@ def _choose_variables(shown: Sequence[_Shown], chosen: str | Sequence[str] | Non
     if not common:
         held = " and ".join(str(variables(each.data)) for each in shown)
         raise HelmscopeError(f"measurements hold {held}, but they must have a variable in common to be compared")
-    drawn = [name for name in common if _obstacle(name, shown) is None][:MOST_VARIABLES]
+    drawn = [name for name in common if _obstacle(name, shown) is None][:MAX_VARIABLES]
     if not drawn:
         raise HelmscopeError(str(_obstacle(common[0], shown)))
     return drawn, len(common) - len(drawn)
@@ -203,8 +203,8 @@ def _obstacle(name: str, shown: Sequence[_Shown]) -> str | None:
     if len(dims[0]) > 2:
         return f"'{name}' has the axes {dims[0]} besides replicates, but a panel shows at most two: {remedy}"
     curves = sum(value.shape[1] if value.ndim == 2 else 1 for value in values)
-    if curves > MOST_CURVES and not _is_map(values[0]):
-        return f"'{name}' has {curves} curves along '{dims[0][1]}', but a panel shows at most {MOST_CURVES}: {remedy}"
+    if curves > MAX_CURVES and not _is_map(values[0]):
+        return f"'{name}' has {curves} curves along '{dims[0][1]}', but a panel shows at most {MAX_CURVES}: {remedy}"
     return None
 
 

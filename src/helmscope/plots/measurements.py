@@ -10,9 +10,9 @@ import numpy as np
 
 from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.maps import draw_map
-from helmscope.plots.measured import as_floats, axis_name, curve_labels, plain, variables, whole_ticks
 from helmscope.plots.slopes import draw_slopes
 from helmscope.plots.style import COLORS, blank_figure, styled
+from helmscope.plots.variable_panel import as_floats, axis_name, curve_labels, plain, variables, whole_ticks
 from helmscope.stats.reduce import band, reduced
 from helmscope.types import HelmscopeError, pluralized, replicate_axis, type_with_article
 
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
 STATE_AXES = ("depth", "layer", "time")
 ACROSS, WIDTH, HEIGHT, HEADING = 4, 3.1, 2.4, 0.7  # panels in a row; inches
-MOST_PANELS, MOST_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
+MAX_PANELS, MAX_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
 HALF_NAMES = {"mlp": "MLP"}
 # the variables that are drawn first, where a measurement has more than fit
 FIRST = {
     "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
     "depth_steps": ("median_angle", "update_cosine", "net_angle", "radius"),
-    "generator_test": ("share", "share_second_moment", "kind_share", "splitting_defect", "share_sampled_step"),
+    "generator_test": (
+        "explained_share",
+        "explained_share_second_moment",
+        "explained_share_by_kind",
+        "splitting_defect",
+        "explained_share_sampled_step",
+    ),
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
     "free_energy_along_depth": ("free_energy", "free_energy_change", "entropy", "entropy_change", "nu"),
@@ -114,7 +120,7 @@ def _chosen(name: str, data: xr.Dataset) -> list[str]:
             possible.append(variable)
     first = [variable for variable in FIRST.get(name, ()) if variable in possible]
     others = [variable for variable in possible if variable not in (*first, *OVER.get(name, ()))]
-    return first if first else others[:MOST_PANELS]
+    return first if first else others[:MAX_PANELS]
 
 
 def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: str) -> None:
@@ -123,7 +129,7 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
     value = value.transpose(axis, ...)
     title = f"{name.replace('_', ' ')}: {value.attrs.get('long_name', variable.replace('_', ' '))}"
     shown = "\n".join(textwrap.wrap(title, LETTERS))
-    if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MOST_CURVES):
+    if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MAX_CURVES):
         draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown)
         panel.title.set_fontsize(8)
         panel.set_title(plain(shown), loc="left", fontsize=8)

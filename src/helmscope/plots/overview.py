@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from helmscope.plots.measured import axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, new_figure, styled
+from helmscope.plots.variable_panel import axis_name, draw_singles, single_replicates
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis, type_with_article
 

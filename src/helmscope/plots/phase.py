@@ -11,8 +11,8 @@ import numpy as np
 
 from helmscope.observe.half_times import half_time
 from helmscope.observe.hitting_curve import closed_form_curve
-from helmscope.plots.measured import plain
 from helmscope.plots.style import blank_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.stats.reduce import reduced
 from helmscope.types import HelmscopeError, MissingExtra, pluralized
 
@@ -67,17 +67,17 @@ class _Line:
         return bool(((self.time >= data.time.values[0]) & (self.time <= data.time.values[-1])).any())
 
 
-def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
+def phase_figure(diagram: xr.Dataset, *, title: str = "") -> Figure:
     """Figure of a phase diagram: heat maps over time and beta, one for each dim, with t*(beta) and the line P = 1/2.
 
     The curve t*(beta) is evaluated at 201 betas (``closed_form_curve``), the times at which P = 1/2 are interpolated at
     the betas of the diagram and marked there. A line without any point in a panel is omitted. With a single beta or
     time, that axis has one tick, and the lines are markers.
 
-    ``data`` is over (beta, time), or over (dim, beta, time). If it contains ``probability_published``, each dim has a
-    row of three panels: the probability by the stepper of the diagram, that by the published scheme, and the published
-    one minus the other. The title of a panel gives its largest standard
-    error. Raises HelmscopeError unless ``data`` has ``probability`` over these axes.
+    ``diagram`` is over (beta, time), or over (dim, beta, time). If it contains ``probability_published``, each dim has
+    a row of three panels: the probability by the stepper of the diagram, that by the published scheme, and the
+    published one minus the other. The title of a panel gives its largest standard error. Raises HelmscopeError unless
+    ``diagram`` has ``probability`` over these axes.
 
     >>> import xarray as xr
     >>> axes = ("beta", "time")
@@ -86,13 +86,13 @@ def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
     >>> len(phase_figure(diagram).axes)  # the panel and its color scale
     2
     """
-    data = reduced(data)
+    data = reduced(diagram)
     slices = _slices(data)
     with styled():
         return _draw_figure(slices, data, title)
 
 
-def phase_page(data: xr.Dataset, *, title: str = "") -> str:
+def phase_page(diagram: xr.Dataset, *, title: str = "") -> str:
     """Interactive HTML page of a phase diagram, whose tooltips show P, its standard error and t*.
 
     The heat maps and errors are those of ``phase_figure``. The page is a single file of 5 MB that contains the code of
@@ -105,7 +105,7 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
     >>> phase_page(diagram, title="<b>").count("<title>&lt;b&gt;</title>")
     1
     """
-    data = reduced(data)
+    data = reduced(diagram)
     slices = _slices(data)
     try:
         import plotly.graph_objects as go
@@ -153,7 +153,9 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
 def _slices(data: xr.Dataset) -> list[xr.Dataset]:
     """One Dataset over (beta, time) for each dim, with ``difference`` if there is a published probability."""
     if OURS not in data or not {"beta", "time"} <= set(data[OURS].dims) <= {"dim", "beta", "time"}:
-        raise HelmscopeError("data has no 'probability' over beta and time, but it must be a result of phase_diagram()")
+        raise HelmscopeError(
+            "diagram has no 'probability' over beta and time, but it must be a result of phase_diagram()"
+        )
     if PUBLISHED in data:
         data = data.assign(difference=data[PUBLISHED] - data[OURS])
     parts = [data.sel(dim=dim) for dim in data.dim.values] if "dim" in data.dims else [data]

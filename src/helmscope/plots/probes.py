@@ -9,8 +9,8 @@ import torch
 
 from helmscope.geometry.sphere import retract
 from helmscope.observe.probes import LensLogits, ProbeBank
-from helmscope.plots.measured import plain
 from helmscope.plots.style import COLORS, new_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:

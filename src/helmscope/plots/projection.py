@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 ELEVATION = 20.0  # degrees above the equator: high enough to show parallels as ellipses
-MOST_ROWS = 1024  # most tokens from which principal directions are computed
+MAX_ROWS = 1024  # most tokens from which principal directions are computed
 
 
 def orthographic(points: Floats, *, azimuth: float = 0.0, elevation: float = 0.0) -> tuple[Floats, NDArray[np.bool_]]:
@@ -67,7 +67,7 @@ class PrincipalPlane:
         """
         center = cloud.mean(0) if centered else np.zeros(cloud.shape[-1])
         deviation = cloud - center
-        thinned = deviation[:: -(-len(deviation) // MOST_ROWS)]
+        thinned = deviation[:: -(-len(deviation) // MAX_ROWS)]
         _, _, rows = np.linalg.svd(thinned, full_matrices=False)
         directions = np.zeros((cloud.shape[-1], 2))
         directions[:, : min(2, len(rows))] = rows[:2].T

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.plots.measured import plain
 from helmscope.plots.style import COLORS
+from helmscope.plots.variable_panel import plain
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -21,9 +21,9 @@ from helmscope.plots.curves import (
     radius_curves,
     single,
 )
-from helmscope.plots.measured import plain
 from helmscope.plots.projection import facing
 from helmscope.plots.style import blank_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.types import HelmscopeError, Trajectory, check_integer, check_real, pluralized, type_with_article
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MOST_PANELS, ACROSS = 6, 3
-MOST_TOKENS = 2_000  # plotted in one panel
+MAX_PANELS, ACROSS = 6, 3
+MAX_TOKENS = 2_000  # plotted in one panel
 PANEL, CURVES, SIDE = 2.6, 2.3, 0.9  # inches
 
 
@@ -45,7 +45,7 @@ def tokens_figure(
     trajectory: Trajectory,
     *,
     system: int = 0,
-    panels: int = MOST_PANELS,
+    panels: int = MAX_PANELS,
     view: tuple[float, float] | None = None,
     title: str = "",
 ) -> Figure:
@@ -103,7 +103,7 @@ class _Cloud:
         if not finite or not len(counted):
             raise HelmscopeError(f"system {system} has no token of positive weight with finite states to draw")
         steps = [finite[round(index)] for index in np.linspace(0, len(finite) - 1, min(panels, len(finite)))]
-        every = -(-len(counted) // MOST_TOKENS)
+        every = -(-len(counted) // MAX_TOKENS)
         kept = counted[::every]
         points = states[steps][:, kept].cpu().double().numpy()
         shares = weights.expand(len(states), -1)[steps][:, kept].cpu().double().numpy()

@@ -10,9 +10,9 @@ import torch
 
 from helmscope.geometry import sphere
 from helmscope.plots.canvas import GRAY, Canvas, are_unit_vectors
-from helmscope.plots.measured import plain
 from helmscope.plots.projection import facing
 from helmscope.plots.style import COLORS, blank_figure, styled
+from helmscope.plots.variable_panel import plain
 from helmscope.types import check_integer, pluralized
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MOST_POINTS = 2_000  # plotted of one cloud
-MOST_LINES = 400  # plotted of a plan, the heaviest
+MAX_POINTS = 2_000  # plotted of one cloud
+MAX_LINES = 400  # plotted of a plan, the heaviest
 STORED_PAIRS = 2**22  # up to so many pairs an implicit plan is formed as a matrix
 PANEL = 2.6  # inches
 SMOOTH = 49  # points along a line of a plan
@@ -39,7 +39,7 @@ RING = 0.75  # the length of the highest bar around the circle, in radii
 LETTERS = 80  # of a title across one panel
 
 
-def plan_figure(plan: Plan, *, lines: int = MOST_LINES, title: str = "") -> Figure:
+def plan_figure(plan: Plan, *, lines: int = MAX_LINES, title: str = "") -> Figure:
     """Figure of a plan: both clouds, and lines between points that exchange mass, as wide as their mass.
 
     Unit vectors are drawn on the circle, with circular arcs inside of it that meet it at right angles, or on a globe,
@@ -161,7 +161,7 @@ def discrete_bridge_figure(bridge: DiscreteBridge, *, title: str = "") -> Figure
 def _points(points: torch.Tensor) -> Floats:
     """Points as an array, thinned where there are too many to see."""
     array: Floats = points.detach().cpu().double().numpy()
-    return array[:: -(-len(array) // MOST_POINTS)]
+    return array[:: -(-len(array) // MAX_POINTS)]
 
 
 def _canvas(points: Floats) -> Canvas:

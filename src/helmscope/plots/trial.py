@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
-from helmscope.plots.measured import draw_variable, heading, letters_across, plain
-from helmscope.plots.measured import variables as variable_names
 from helmscope.plots.style import COLORS, LOG_FACTOR, blank_figure, styled
+from helmscope.plots.variable_panel import draw_variable, heading, letters_across, plain
+from helmscope.plots.variable_panel import variables as variable_names
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     HelmscopeError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
 
-MOST_PANELS = 5
+MAX_PANELS = 5
 LONGEST_NAME = 72  # of the statistic, in letters, as the label of its axis
 WIDTH, PANEL, LINE = 8.0, 2.1, 0.18  # inches
 NARROW = 3.9  # inches: the width of a figure whose text is legible on a phone
@@ -189,7 +189,7 @@ def trial_figure(
     check_real("width", width, at_least=3.0)
     data = reduced(data)
     names = variable_names(data)
-    shown = names[:MOST_PANELS] if variables is None else _check_variables(variables, names)
+    shown = names[:MAX_PANELS] if variables is None else _check_variables(variables, names)
     with styled():
         return _draw_figure(verdict, data, shown, _Layout(width))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.claims.sources import citation, short_citation, sources
-from helmscope.plots.measured import axis_name, variables
-from helmscope.plots.trial import MOST_PANELS, NARROW, WIDTH, trial_figure
+from helmscope.plots.trial import MAX_PANELS, NARROW, WIDTH, trial_figure
+from helmscope.plots.variable_panel import axis_name, variables
 from helmscope.plots.web import web_svg
 from helmscope.report.board import BADGES, UNTRIED, Badge, Row, board, expected_false, subjects_of
 from helmscope.runs.bar import shows_progress
@@ -117,7 +117,7 @@ def page(
     *,
     seed: int = 0,
     quick: bool = False,
-    folder: str | Path | None = None,
+    claims_folder: str | Path | None = None,
     options: Sequence[str] = (),
     title: str = "Claims on trial",
     date: str = "",
@@ -128,12 +128,12 @@ def page(
     """Render one HTML document with every claim of a catalogue, tried or not; equal input gives equal text.
 
     The document is self-contained: figures are embedded, its only script filters the claims, and its content security
-    policy forbids loading anything. ``seed``, ``quick`` and ``folder`` (a user's catalogue) appear in the commands that
-    reproduce the page and its trials, with ``options``, further words of the command ``helmscope report``. By claim and
-    subject, ``selections`` has the words with which ``helmscope claims test`` selects the subject (by default --model
-    and its name) and ``files`` the path of the result file, relative to the page. ``date`` is shown as given. Raises
-    ``HelmscopeError`` for a trial of an unknown claim and for a second trial of the same claim on the same subject.
-    ``progress`` is called with the share of the tried claims done.
+    policy forbids loading anything. ``seed``, ``quick`` and ``claims_folder`` (a user's catalogue) appear in the
+    commands that reproduce the page and its trials, with ``options``, further words of the command ``helmscope
+    report``. By claim and subject, ``selections`` has the words with which ``helmscope claims test`` selects the
+    subject (by default --model and its name) and ``files`` the path of the result file, relative to the page. ``date``
+    is shown as given. Raises ``HelmscopeError`` for a trial of an unknown claim and for a second trial of the same
+    claim on the same subject. ``progress`` is called with the share of the tried claims done.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
@@ -142,7 +142,7 @@ def page(
     """
     check_integer("seed", seed, at_least=0)
     arguments = f" --seed {seed}{' --quick' if quick else ''}"
-    arguments += "" if folder is None else f" --from {shlex.quote(str(folder))}"
+    arguments += "" if claims_folder is None else f" --from {shlex.quote(str(claims_folder))}"
     rows = board(entries, trials)
     commands, tried, report = _Commands(arguments, files or {}, selections or {}), [], check_progress(progress)
     for row in rows:
@@ -273,7 +273,7 @@ def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
     judged: list[JudgedCondition] = [*verdict.conditions, *verdict.controls]
     intervals = [f"{case.name} {interval_text(case.interval)}" for case in judged if case.region.ends == ends]
     panels = []
-    for name in variables(data)[:MOST_PANELS]:
+    for name in variables(data)[:MAX_PANELS]:
         value = data[name]
         over = " over " + " and ".join(axis_name(value, dim) for dim in value.dims) if value.ndim else ""
         panels.append(f"{value.attrs.get('long_name', name)}{over}")

@@ -50,7 +50,7 @@ class Engine(Protocol):
     """What runs units: ``Serial``, ``Processes`` or ``Ray``."""
 
     @property
-    def jobs(self) -> int:
+    def workers(self) -> int:
         """The number of units that run at a time."""
 
     @property
@@ -81,10 +81,10 @@ def check_engine(engine: object) -> None:
 
     >>> check_engine("processes")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: engine is 'processes', but it must be Serial(), Processes(jobs) or Ray(jobs)
+    helmscope.types.HelmscopeError: engine is 'processes', but it must be Serial(), Processes(workers) or Ray(workers)
     """
     if isinstance(engine, type) or not hasattr(engine, "attempts"):
-        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
+        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(workers) or Ray(workers)")
 
 
 def require(package: str) -> None:

@@ -34,35 +34,35 @@ def parse_size(name: str, size: str) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """``threads`` per unit, and ``max_memory`` bytes (None: no limit) divided equally among the ``jobs`` units that run
-    at a time. Raises ``HelmscopeError`` if that leaves less than 64 MB per unit.
+    """``threads`` per unit, and ``max_memory`` bytes (None: no limit) divided equally among the ``workers`` units that
+    run at a time. Raises ``HelmscopeError`` if that leaves less than 64 MB per unit.
 
     The number of threads is fixed because it changes the last bits of matrix products.
 
-    >>> Limits(threads=1, max_memory=4 * 10**9, jobs=2).share
+    >>> Limits(threads=1, max_memory=4 * 10**9, workers=2).share
     2000000000
     """
 
     threads: int = 1
     max_memory: int | None = None
-    jobs: int = 1
+    workers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("threads", "jobs"):
+        for name in ("threads", "workers"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), at_least=1))
         if self.max_memory is not None:
             object.__setattr__(self, "max_memory", check_integer("max_memory", self.max_memory, at_least=1))
         if self.share is not None and self.share < FLOOR:
-            remedy = "lower jobs or raise max_memory" if self.jobs > 1 else "raise max_memory"
+            remedy = "lower workers or raise max_memory" if self.workers > 1 else "raise max_memory"
             raise HelmscopeError(
-                f"max_memory is {self.max_memory} bytes and jobs is {self.jobs}, but each job needs at least "
+                f"max_memory is {self.max_memory} bytes and workers is {self.workers}, but each worker needs at least "
                 f"{FLOOR // 10**6} MB for Python and NumPy alone: {remedy}"
             )
 
     @property
     def share(self) -> int | None:
         """Bytes that one unit may use, including the interpreter and the libraries of its process."""
-        return None if self.max_memory is None else self.max_memory // self.jobs
+        return None if self.max_memory is None else self.max_memory // self.workers
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -83,12 +83,16 @@ class Limits:
     def exceeded_message(self) -> str:
         """The reason for the failure of a unit that needed more memory.
 
-        >>> Limits(max_memory=4 * 10**9, jobs=2).exceeded_message()
-        'it needs more memory than its 2000 MB, which is max_memory over 2 jobs: lower jobs or raise max_memory'
+        >>> Limits(max_memory=4 * 10**9, workers=2).exceeded_message()
+        'it needs more memory than its 2000 MB, which is max_memory over 2 workers: lower workers or raise max_memory'
         """
         if self.share is None:
-            return "memory ran out: lower jobs or make the unit smaller"
-        split = f", which is max_memory over {self.jobs} jobs: lower jobs or" if self.jobs > 1 else ", max_memory:"
+            return "memory ran out: lower workers or make the unit smaller"
+        split = (
+            f", which is max_memory over {self.workers} workers: lower workers or"
+            if self.workers > 1
+            else ", max_memory:"
+        )
         return f"it needs more memory than its {self.share / 1e6:.0f} MB{split} raise max_memory"
 
 

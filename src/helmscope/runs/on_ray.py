@@ -19,24 +19,24 @@ from helmscope.types import HelmscopeError
 
 @dataclass(frozen=True)
 class Ray:
-    """Engine that runs ``jobs`` units at a time, each with ``threads`` threads, on the Ray cluster at ``address``; if
-    that is None, on a local one that exists for the duration of the run. If this process is already connected to Ray,
-    that connection is used and left open.
+    """Engine that runs ``workers`` units at a time, each with ``threads`` threads, on the Ray cluster at ``address``;
+    if that is None, on a local one that exists for the duration of the run. If this process is already connected to
+    Ray, that connection is used and left open.
 
     The workers need the same version of this package, and bitwise equal results need equal CPUs. Memory is not limited
     here but by Ray. Needs ray, from the extra ``cluster``.
 
     >>> Ray(0)
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: jobs is 0, but it must be a whole number >= 1
+    helmscope.types.HelmscopeError: workers is 0, but it must be a whole number >= 1
     """
 
-    jobs: int
+    workers: int
     address: str | None = None
     threads: int = 1
 
     def __post_init__(self) -> None:
-        _ = Limits(threads=self.threads, jobs=self.jobs)
+        _ = Limits(threads=self.threads, workers=self.workers)
         if self.address is not None and not isinstance(self.address, str):
             raise HelmscopeError(
                 f"address is {self.address!r}, but it must be a str such as 'ray://head:10001' or None"
@@ -71,7 +71,7 @@ class Ray:
         paths = os.pathsep.join(path or os.curdir for path in sys.path)
         ray.init(
             "local",
-            num_cpus=self.jobs * self.threads,
+            num_cpus=self.workers * self.threads,
             include_dashboard=False,
             log_to_driver=False,
             runtime_env={"env_vars": {"PYTHONPATH": paths}},
@@ -84,7 +84,7 @@ class Ray:
         waiting, running = iter(units), dict[Any, str]()
         try:
             while True:
-                for unit in islice(waiting, self.jobs - len(running)):
+                for unit in islice(waiting, self.workers - len(running)):
                     running[remote.remote(unit, Limits(threads=self.threads))] = unit.name
                 if not running:
                     return

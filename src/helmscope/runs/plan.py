@@ -22,12 +22,12 @@ MISSING = object()
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The units of a run by name, each with its key; the identity of the manifest that the run was started with; and
     what else affects the last bits of a result: the CPU and the threads per unit. ``mixed`` lists the conditions that
     changed between calls, if that was allowed.
 
-    >>> Plan(units={"mean": "ab" * 32}, manifest={"seed": 0}, cpu="x86_64", threads=1).stamp("mean")[:8]
+    >>> RunPlan(units={"mean": "ab" * 32}, manifest={"seed": 0}, cpu="x86_64", threads=1).stamp("mean")[:8]
     'a4f13c8d'
     """
 
@@ -49,8 +49,8 @@ class Plan:
 
 
 def begin(
-    folder: RunFolder, manifest: Manifest, plan: Plan, *, allow_mixed: bool = False, any_manifest: bool = False
-) -> Plan:
+    folder: RunFolder, manifest: Manifest, plan: RunPlan, *, allow_mixed: bool = False, any_manifest: bool = False
+) -> RunPlan:
     """Start or resume a run: write ``manifest`` and ``plan`` to a new ``folder``, or check them against those that it
     was started with. Returns the plan that is in effect.
 
@@ -62,7 +62,7 @@ def begin(
     >>> import tempfile
     >>> details = dict(seed=0, dtype="float64", device="cpu", threads=1, command=[], inputs={}, parameters={})
     >>> manifest = Manifest.collect(**details)
-    >>> plan = Plan({"a": "ab" * 32}, manifest.identity, cpu(), threads=1)
+    >>> plan = RunPlan({"a": "ab" * 32}, manifest.identity, cpu(), threads=1)
     >>> with tempfile.TemporaryDirectory() as path:
     ...     begin(RunFolder(path), manifest, plan) == read_plan(RunFolder(path))
     True
@@ -93,7 +93,7 @@ def begin(
     return current
 
 
-def read_parts(folder: RunFolder) -> tuple[Manifest | None, Plan | None]:
+def read_parts(folder: RunFolder) -> tuple[Manifest | None, RunPlan | None]:
     """The manifest and the plan of a folder, each None if missing; raises ``HelmscopeError`` if they are inconsistent.
 
     The manifest is written first, then the plan, then the results: a killed run may lack later parts, but never an
@@ -121,7 +121,7 @@ def read_parts(folder: RunFolder) -> tuple[Manifest | None, Plan | None]:
     return manifest, plan
 
 
-def read_plan(folder: RunFolder) -> Plan:
+def read_plan(folder: RunFolder) -> RunPlan:
     """Read units.json; raises ``HelmscopeError`` if it is missing or invalid.
 
     >>> read_plan(RunFolder("no-such-folder"))
@@ -131,7 +131,7 @@ def read_plan(folder: RunFolder) -> Plan:
     path = folder.path / UNITS
     with explained(f"read {path}"):
         data = path.read_bytes()
-    return Plan(**record(decode(data, str(path)), _READERS, str(path)))
+    return RunPlan(**record(decode(data, str(path)), _READERS, str(path)))
 
 
 def cpu() -> str:
@@ -180,7 +180,7 @@ def _version_changes(first: Manifest, current: Manifest) -> list[str]:
     return [f"{name} {old} (now {new})" for name, (old, new) in pairs.items() if old != new]
 
 
-def _machine_changes(first: Plan, current: Plan) -> list[str]:
+def _machine_changes(first: RunPlan, current: RunPlan) -> list[str]:
     pairs = {"CPU": (first.cpu, current.cpu), "threads": (first.threads, current.threads)}
     return [f"{name} {old} (now {new})" for name, (old, new) in pairs.items() if old != new]
 

@@ -22,17 +22,17 @@ IDLE_TIMEOUT_S = 1_000_000
 
 @dataclass(frozen=True)
 class Processes:
-    """Engine that runs ``jobs`` units at a time, each in a separate process with ``threads`` threads. ``max_memory``
+    """Engine that runs ``workers`` units at a time, each in a separate process with ``threads`` threads. ``max_memory``
     bytes are divided equally among them; a unit that needs more than its share fails with a message that says so.
 
     If a process is killed, the units that may have been running in it are retried one by one, so that the culprit is
     named and the others complete.
 
-    >>> Processes(2, max_memory=4 * 10**9).jobs
+    >>> Processes(2, max_memory=4 * 10**9).workers
     2
     """
 
-    jobs: int
+    workers: int
     max_memory: int | None = None
     threads: int = 1
 
@@ -41,7 +41,7 @@ class Processes:
 
     @property
     def _limits(self) -> Limits:
-        return Limits(threads=self.threads, max_memory=self.max_memory, jobs=self.jobs)
+        return Limits(threads=self.threads, max_memory=self.max_memory, workers=self.workers)
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
         """Run the units and yield their outcomes as they complete.
@@ -53,7 +53,7 @@ class Processes:
         while pending:
             started: list[str] = []
             try:
-                with _closing(self._parallel(list(pending.values()), self.jobs, started)) as outcomes:
+                with _closing(self._parallel(list(pending.values()), self.workers, started)) as outcomes:
                     for outcome in outcomes:
                         del pending[outcome.name]
                         yield outcome
@@ -68,7 +68,7 @@ class Processes:
         except BrokenProcessPool as error:
             return Failed(unit.name, DIED if self.max_memory is None else f"{DIED} or raise max_memory", str(error))
 
-    def _parallel(self, units: Sequence[Unit], jobs: int, started: list[str]) -> Outcomes:
+    def _parallel(self, units: Sequence[Unit], workers: int, started: list[str]) -> Outcomes:
         import joblib
 
         def tasks() -> Iterator[object]:
@@ -83,7 +83,7 @@ class Processes:
             # at least 2 processes, one of them idle: joblib would run a single job in this process, which would then
             # die with it; max_nbytes=None passes large arrays as they are, not as read-only memory maps
             parallel = joblib.Parallel(
-                max(2, jobs), return_as="generator_unordered", pre_dispatch=jobs, batch_size=1, max_nbytes=None
+                max(2, workers), return_as="generator_unordered", pre_dispatch=workers, batch_size=1, max_nbytes=None
             )
         yield from parallel(tasks())
 

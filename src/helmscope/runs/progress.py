@@ -14,13 +14,13 @@ from helmscope.types import pluralized
 
 
 @contextmanager
-def unit_progress(heading: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
+def unit_progress(heading: str, *, total: int, done: int, workers: int) -> Iterator[Callable[[], None]]:
     """Context manager: print how many units there are and how many are done, and yield a function to call after each
     further unit. On a terminal it advances a bar; elsewhere it prints a line after the first unit and after each tenth
     of the total, with an estimate of the time left.
 
     >>> from contextlib import redirect_stderr
-    >>> with redirect_stderr(sys.stdout), unit_progress("sweep", total=4, done=2, jobs=1) as tick:
+    >>> with redirect_stderr(sys.stdout), unit_progress("sweep", total=4, done=2, workers=1) as tick:
     ...     tick()
     ...     tick()
     sweep: 4 units, 2 already done
@@ -33,7 +33,7 @@ def unit_progress(heading: str, *, total: int, done: int, jobs: int) -> Iterator
         seconds = time.monotonic() - started
         if finished == total:
             return f"{finished} of {pluralized(total, 'unit')}, in {format_duration(seconds)}"
-        left = remaining(seconds, done=finished - done, left=total - finished, jobs=jobs)
+        left = remaining(seconds, done=finished - done, left=total - finished, workers=workers)
         return f"{finished} of {pluralized(total, 'unit')}, about {format_duration(left)} left"
 
     print_status(f"{heading}: {pluralized(total, 'unit')}, {done} already done")
@@ -57,14 +57,14 @@ def unit_progress(heading: str, *, total: int, done: int, jobs: int) -> Iterator
     yield advance_lines
 
 
-def remaining(seconds: float, *, done: int, left: int, jobs: int) -> float:
-    """Estimate the seconds until ``left`` more units are done, if ``done`` took ``seconds``, ``jobs`` at a time. While
-    fewer than ``jobs`` are done, the running ones are assumed to be about to finish too.
+def remaining(seconds: float, *, done: int, left: int, workers: int) -> float:
+    """Estimate the seconds until ``left`` more units are done, if ``done`` took ``seconds``, ``workers`` at a time.
+    While fewer than ``workers`` are done, the running ones are assumed to be about to finish too.
 
-    >>> remaining(10.0, done=1, left=7, jobs=4), remaining(20.0, done=8, left=4, jobs=4)
+    >>> remaining(10.0, done=1, left=7, workers=4), remaining(20.0, done=8, left=4, workers=4)
     (17.5, 10.0)
     """
-    return seconds * left / max(done, min(jobs, done + left))
+    return seconds * left / max(done, min(workers, done + left))
 
 
 def format_duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed, check_engine
 from helmscope.runs.bar import progress_reporting
-from helmscope.runs.plan import RESULTS, Plan, begin, cpu
+from helmscope.runs.plan import RESULTS, RunPlan, begin, cpu
 from helmscope.runs.progress import print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
 from helmscope.runs.serial import Serial
@@ -106,12 +106,11 @@ def run_units(
     again. The folder is locked during the run.
 
     ``manifest`` describes the run; None keeps the manifest of the folder, or writes a new one with the command line of
-    this process. ``engine`` is ``Serial()`` by default, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend
-    on it. ``heading`` prints and labels progress on standard error; without it, a terminal or notebook shows a bar if
-    the run takes more than two seconds. If units raise, the others still run and
-    ``UnitsFailed`` is raised at the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call
-    retries those units. Ctrl-C, SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains
-    how to resume.
+    this process. ``engine`` is ``Serial()`` by default, or ``Processes(workers)`` or ``Ray(workers)``; results do not
+    depend on it. ``heading`` prints and labels progress on standard error; without it, a terminal or notebook shows a
+    bar if the run takes more than two seconds. If units raise, the others still run and ``UnitsFailed`` is raised at
+    the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call retries those units. Ctrl-C,
+    SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains how to resume.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
@@ -130,14 +129,14 @@ def run_units(
     results, failed = folder.path / RESULTS, dict[str, str]()
     with _signals_interrupt(), folder.lock():
         _remove_temporaries(folder.path)
-        plan = Plan({unit.name: unit.key for unit in requested}, now.identity, cpu(), engine.threads)
+        plan = RunPlan({unit.name: unit.key for unit in requested}, now.identity, cpu(), engine.threads)
         plan = begin(folder, now, plan, allow_mixed=allow_mixed, any_manifest=manifest is None)
         if not make_folder(results):
             _remove_temporaries(results)
         stamps = {unit.name: plan.stamp(unit.name) for unit in requested}
         done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, heading)}
         pending = [unit for unit in requested if unit.name not in done]
-        progress = _progress(heading, total=len(requested), done=len(done), jobs=engine.jobs)
+        progress = _progress(heading, total=len(requested), done=len(done), workers=engine.workers)
         with _explain_resuming(folder, heading), progress as tick, closing(engine.attempts(pending)) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
@@ -206,10 +205,10 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
 
 
 @contextmanager
-def _progress(heading: str | None, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
+def _progress(heading: str | None, *, total: int, done: int, workers: int) -> Iterator[Callable[[], None]]:
     """Context manager: yields a function to call after each unit. What units call draws no bars."""
     if heading is not None:
-        with progress_reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
+        with progress_reporting(False), unit_progress(heading, total=total, done=done, workers=workers) as tick:
             yield tick
         return
     finished = 0

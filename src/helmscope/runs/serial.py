@@ -15,7 +15,7 @@ class Serial:
     """Engine that runs units one after another in this process, with ``threads`` threads and at most ``max_memory``
     bytes.
 
-    >>> Serial().jobs, Serial(max_memory=10**9).max_memory
+    >>> Serial().workers, Serial(max_memory=10**9).max_memory
     (1, 1000000000)
     """
 
@@ -26,10 +26,10 @@ class Serial:
         _ = self._limits
 
     @property
-    def jobs(self) -> int:
+    def workers(self) -> int:
         """Always 1.
 
-        >>> Serial().jobs
+        >>> Serial().workers
         1
         """
         return 1

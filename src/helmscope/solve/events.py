@@ -109,7 +109,7 @@ def check_options(event: Event) -> None:
 
 
 @dataclass(eq=False)
-class Watch:
+class EventTracker:
     """The times of one event for a batch during an integration: NaN until it happens. Events ignore padding."""
 
     event: Event
@@ -128,7 +128,7 @@ class Watch:
         direction: Callable[[Tensor], Tensor],
         *,
         requested: bool = True,
-    ) -> Watch:
+    ) -> EventTracker:
         """Start at the initial states. If the event holds there its time is 0, unless it is sampled and time 0 is not
         ``requested``.
 

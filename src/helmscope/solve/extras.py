@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.merge import close_pairs, merge_close
-from helmscope.solve.events import Watch
+from helmscope.solve.events import EventTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ class Extras:
     of the states that is stored at the requested times (None: the states themselves).
     """
 
-    watches: tuple[Watch, ...] = ()
+    watches: tuple[EventTracker, ...] = ()
     merge: float | None = None
     progress: Progress | None = None
     read: Callable[[Tensor], Tensor] | None = None
@@ -61,7 +61,7 @@ class Extras:
         end_states: Float[Tensor, "active n d"],
         inside: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
-        """Locate events in a step, as ``Watch.locate`` does, and discard those after the end of a system."""
+        """Locate events in a step, as ``EventTracker.locate`` does, and discard those after the end of a system."""
         for watch in self.watches:
             if not watch.sampled:
                 watch.locate(systems, start, h, end_states, inside)

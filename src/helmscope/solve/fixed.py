@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from helmscope.solve.flow import Flow
     from helmscope.solve.stepper import FixedStepper, NoisyStepper
 
-MOST_STEPS = 1e9
+MAX_STEPS = 1e9
 
 
 def run_fixed(
@@ -148,10 +148,10 @@ def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None
     steps, and they are not multiples of its step size.
     """
     count = times[-1] / stepper.h
-    if count > MOST_STEPS:
+    if count > MAX_STEPS:
         raise HelmscopeError(
             f"h is {stepper.h:g}, but reaching t={times[-1]:g} takes {count:.0e} steps: use a larger h, for at most "
-            f"{MOST_STEPS:.0e} steps"
+            f"{MAX_STEPS:.0e} steps"
         )
     for t in times:
         ratio = t / stepper.h

@@ -18,7 +18,7 @@ from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.kernels.choose import choose, using_summation
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.adaptive import run_adaptive
-from helmscope.solve.events import Event, Watch
+from helmscope.solve.events import Event, EventTracker
 from helmscope.solve.extras import Extras
 from helmscope.solve.fixed import run_fixed
 from helmscope.solve.flow import Flow
@@ -144,13 +144,13 @@ class Problem:
 
     def _integrate(
         self, progress: Progress | None, read: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, Outcome, tuple[Watch, ...]]:
+    ) -> tuple[Tensor, Outcome, tuple[EventTracker, ...]]:
         """The stored values, how the systems ended, and the times of the events."""
         clock = (self.times - self.origin).tolist()
         flow = Flow(self.field, self.weights, origin=self.origin)
         start, requested = self.start.detach(), clock[0] == 0
         watches = tuple(
-            Watch.start(event, start, self.mask, flow.direction, requested=requested) for event in self.events
+            EventTracker.start(event, start, self.mask, flow.direction, requested=requested) for event in self.events
         )
         extras = Extras(watches, self.merge, progress, read)
         with using_summation(self.summation), fitting_threads(self.field, self.start):

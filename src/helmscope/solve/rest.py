@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from helmscope.solve.flow import Flow
 
-MOST_COORDINATES = 512  # largest n (d - 1) for which J is formed; squaring it takes seconds on one core
-MOST_ENTRIES = 2**20  # pairs of tokens evaluated at a time
+MAX_COORDINATES = 512  # largest n (d - 1) for which J is formed; squaring it takes seconds on one core
+MAX_ENTRIES = 2**20  # pairs of tokens evaluated at a time
 GROWTH = 3.0  # allowed growth of a perturbation, as the root mean square over all directions
 
 
@@ -63,7 +63,7 @@ def resting_state(
 
 def _by_derivative(flow: Flow, x: Tensor, h: float, duration: float, tol: float) -> Float[Tensor, "1 n d"] | None:
     n, d = x.shape[-2:]
-    if not flow.field.continuous or n * (d - 1) > MOST_COORDINATES:
+    if not flow.field.continuous or n * (d - 1) > MAX_COORDINATES:
         return None
     # float32 differences have three correct digits; a plain callable may support its own dtype only
     exact = flow.retract(x.to(torch.float64) if flow.field.takes_weights else x)
@@ -114,7 +114,7 @@ def _linearize(
     now = _displacements(flow, x, basis, h)[0]
     slopes, curvatures = [], []
     directions = torch.eye(size, dtype=x.dtype, device=x.device)
-    for part in torch.split(directions, max(1, MOST_ENTRIES // (n * max(n, d)))):
+    for part in torch.split(directions, max(1, MAX_ENTRIES // (n * max(n, d)))):
         offsets = epsilon * _ambient(basis, part)
         ahead, behind = (_displacements(flow, flow.retract(x + sign * offsets), basis, h) for sign in (1, -1))
         slopes.append((ahead - behind) / (2 * epsilon))

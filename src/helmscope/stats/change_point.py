@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.float64]
 
-LEAST_POINTS = 4  # so that without one of them a line and a step are both determined
+MIN_POINTS = 4  # so that without one of them a line and a step are both determined
 
 
 def change_point_errors(x: ArrayLike, y: ArrayLike) -> tuple[Numbers, Numbers]:
@@ -30,7 +30,7 @@ def change_point_errors(x: ArrayLike, y: ArrayLike) -> tuple[Numbers, Numbers]:
     (0.735, [0.0, 0.0, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0])
     """
     x, y = numbers("x", x), numbers("y", y)
-    if x.ndim != 1 or x.shape != y.shape or len(x) < LEAST_POINTS:
+    if x.ndim != 1 or x.shape != y.shape or len(x) < MIN_POINTS:
         raise HelmscopeError(f"x and y have {x.shape} and {y.shape} points, but both must have the same, four or more")
     if not (np.diff(x) > 0).all():
         raise HelmscopeError("x is not in increasing order, but it must be")

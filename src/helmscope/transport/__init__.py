@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from helmscope.transport.displacement import interpolate as interpolate
     from helmscope.transport.distance import w2 as w2
     from helmscope.transport.distance import wasserstein as wasserstein
-    from helmscope.transport.divergence import Divergence as Divergence
+    from helmscope.transport.divergence import SinkhornDivergence as SinkhornDivergence
     from helmscope.transport.divergence import sinkhorn_divergence as sinkhorn_divergence
     from helmscope.transport.exact import exact_plan as exact_plan
     from helmscope.transport.gaussian import gaussian_w2 as gaussian_w2

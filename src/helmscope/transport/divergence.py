@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Divergence:
+class SinkhornDivergence:
     """A Sinkhorn divergence, differentiable by points and weights, and its three plans: x to y, x to x, y to y.
 
     >>> import torch
@@ -53,7 +53,7 @@ class Divergence:
         return "; ".join(f"{name}: {plan.outcome}" for name, plan in zip(names, self.plans, strict=True))
 
     def __repr__(self) -> str:
-        return f"<Divergence {float(self.value.detach()):.6g}; {self.outcome}>"
+        return f"<SinkhornDivergence {float(self.value.detach()):.6g}; {self.outcome}>"
 
 
 @shows_progress("Sinkhorn divergence")
@@ -70,7 +70,7 @@ def sinkhorn_divergence(
     tolerance: float | None = None,
     max_iterations: int = 1000,
     progress: ProgressOption = None,
-) -> Divergence:
+) -> SinkhornDivergence:
     """Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2; the arguments are those of ``sinkhorn``.
 
     With ``reach`` it is the unbalanced divergence, which also contains epsilon (sum a - sum b)^2 / 2 [Sejourne et al.
@@ -95,4 +95,4 @@ def sinkhorn_divergence(
     value = across.dual - within_x.dual / 2 - within_y.dual / 2
     if reach is not None:
         value = value + rules.epsilon / 2 * (clouds.a.sum() - clouds.b.sum()) ** 2
-    return Divergence(value, (across, within_x, within_y))
+    return SinkhornDivergence(value, (across, within_x, within_y))

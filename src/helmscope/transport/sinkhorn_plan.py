@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-LEAST_TOLERANCE = 64  # units of rounding
+MIN_TOLERANCE = 64  # units of rounding
 
 
 @shows_progress("Sinkhorn")
@@ -121,7 +121,7 @@ class Rules:
         """The tolerance, or its default for this dtype; raises ``HelmscopeError`` if it is below rounding."""
         if self.tolerance is None:
             return TOLERANCE[dtype]
-        least = LEAST_TOLERANCE * torch.finfo(dtype).eps
+        least = MIN_TOLERANCE * torch.finfo(dtype).eps
         if self.tolerance < least:
             raise HelmscopeError(f"tolerance is {self.tolerance:g}, but for {dtype} it must be at least {least:.2g}")
         return self.tolerance

@@ -22,7 +22,7 @@ MAX_WRITTEN_OUT = 4  # coordinates
 
 
 @dataclass(frozen=True)
-class Tiling:
+class LaunchConfig:
     """Queries and keys per block, and warps per program."""
 
     queries: int
@@ -30,7 +30,7 @@ class Tiling:
     warps: int
 
 
-TILINGS = {"guess": Tiling(64, 64, 4), "maximum": Tiling(64, 128, 4), "product": Tiling(64, 64, 4)}
+TILINGS = {"guess": LaunchConfig(64, 64, 4), "maximum": LaunchConfig(64, 128, 4), "product": LaunchConfig(64, 64, 4)}
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def log2_sum_exp2(
     guess: Tensor | None,
     squares: Tensor | None = None,
     *,
-    tiling: Tiling | None = None,
+    tiling: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log2 sum_j 2^{<query_i, key_j> + bias_j}; with ``squares`` also the mean of <query_i, key_j> - squares_j.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LONGEST_LINE = 200
 LONGEST_FIELD = 72
-MOST_ITEMS = 3
+MAX_ITEMS = 3
 ALWAYS_SHOWN = "always shown"  # key in the metadata of a field
 
 # borders and padding only, so that a dark or light notebook keeps its own colors
@@ -133,7 +133,7 @@ def _describe(value: Any, number_text: Callable[[Any], str]) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _describe_dataclass(value, number_text)
     if isinstance(value, list | tuple):
-        items = [_describe(item, number_text) for item in value[:MOST_ITEMS]]
+        items = [_describe(item, number_text) for item in value[:MAX_ITEMS]]
         return f"[{', '.join(items)}{f', ... {len(value)} in all' if len(value) > len(items) else ''}]"
     if isinstance(value, str):
         return repr(value)

@@ -37,7 +37,7 @@ NAMES = tuple(PROCESSES)
 POINTS, EVEN = 64, 4
 STEPS = tuple(2.0**-k for k in range(9, 15))
 NOISES = 128  # on each of two grids, with four forward equations each
-LAWS, LEAST_RATIO = 256, 0.25  # noises on the circle, with four stationary laws each; the ratio of their eigenvalues
+LAWS, MIN_RATIO = 256, 0.25  # noises on the circle, with four stationary laws each; the ratio of their eigenvalues
 
 
 class Generators(NamedTuple):
@@ -152,7 +152,7 @@ def stationary_errors(case: TrialCase) -> Tensor:
     errors = []
     for angle, level in zip(angles, torch.special.ndtr(levels), strict=True):
         axis = torch.stack([angle.cos(), angle.sin()])
-        ratio = LEAST_RATIO + (1 - LEAST_RATIO) * level
+        ratio = MIN_RATIO + (1 - MIN_RATIO) * level
         m = ratio * torch.eye(2, dtype=axis.dtype) + (1 - ratio) * axis[:, None] * axis
         sigma = torch.einsum("md,de,me->m", grid.frame[:, 0], m, grid.frame[:, 0])
         for c, process in zip((2.0, 1.0, 0.0, 2.0), PROCESSES.values(), strict=True):

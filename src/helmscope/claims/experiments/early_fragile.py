@@ -161,7 +161,7 @@ def _described(case: TrialCase, measured: xr.Dataset, layers: list[int]) -> dict
             damage = _damage(measured.sel(part=part), layers, form)
             rows[f"correlation, {form.value} ablation of {part}"] = _correlation(case, damage, depth)
     whole = measured.sel(part=LayerPart.LAYER.value)
-    loss = _damage(whole, layers, NOISE, "increase")
+    loss = _damage(whole, layers, NOISE, "loss_increase")
     rows["correlation of the increase of the loss, noise"] = _correlation(case, loss, depth)
     by_prompt = whole.kl.sel(form=NOISE.value, layer=layers).transpose("prompt", "layer").values
     each = [spearman(values, depth) for values in by_prompt]

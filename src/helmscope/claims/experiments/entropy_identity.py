@@ -18,7 +18,7 @@ from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.noise import DivergenceForm, Ito, StateNoise, Stratonovich
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.forward_equation import ForwardEquation
-from helmscope.observe.mlp_entropy_change import map_unsupported, mlp_entropy_change
+from helmscope.observe.mlp_entropy_change import entropy_change_unsupported, mlp_entropy_change
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ PROCESSES: dict[str, Process] = {"divergence form": DivergenceForm(), "Ito": Ito
 DEGREE, HARMONICS, GROUP = 32, 3, 32
 IDENTITY = torch.eye(2, dtype=torch.float64)
 SPREAD = 0.4  # of the coefficients of log rho and log Sigma
-LEAST_LAYERS = 3  # for a slope over MLP half-steps
+MIN_LAYERS = 3  # for a slope over MLP half-steps
 NO_CHANGE = "the MLPs write nothing, so that both changes of entropy are 0 and have no slope"
 
 
@@ -153,7 +153,7 @@ def _of_model(case: TrialCase) -> Finding:
     if prompts.too_few:
         return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = map_unsupported(recording) or _too_few_layers(recording)
+    refused = entropy_change_unsupported(recording) or _too_few_layers(recording)
     if refused is not None:
         return Finding.impossible(refused)
     if not _writes(recording):
@@ -218,9 +218,7 @@ def _writes(recording: Recording) -> bool:
 def _too_few_layers(recording: Recording) -> str | None:
     count = len(recording.layers)
     return (
-        None
-        if count >= LEAST_LAYERS
-        else f"the claim needs at least {LEAST_LAYERS} MLP half-steps, but there are {count}"
+        None if count >= MIN_LAYERS else f"the claim needs at least {MIN_LAYERS} MLP half-steps, but there are {count}"
     )
 
 

@@ -130,15 +130,15 @@ def generator_on_model(case: TrialCase) -> Finding:
     }
     own = BlockShares(generator_test(recording, **options))
     silent = BlockShares(generator_test(silenced(recording), **options))
-    if not own.blocks("share"):
+    if not own.blocks("explained_share"):
         return Finding.impossible(NOTHING_MOVES)
     return Finding(
         shortage=prompts.alike,
-        evidence={"share of the drift": own.shares("share"), "splitting defect": own.splitting()},
+        evidence={"share of the drift": own.shares("explained_share"), "splitting defect": own.splitting()},
         controls={
             "order on the model": own.every_block("order_second_moment"),
-            "updates permuted over tokens": own.shares("share_null"),
-            "blocks that write nothing": silent.shares("share"),
+            "updates permuted over tokens": own.shares("explained_share_null"),
+            "blocks that write nothing": silent.shares("explained_share"),
         },
         described=own.described(),
         data=own.curves(),

@@ -14,7 +14,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.edit import Edit
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.observe.loss_gradient_cosine import loss_gradient, loss_gradient_cosine
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def gradient_shaped(case: TrialCase) -> Finding:
 
 def _by_prompt(cosine: xr.DataArray) -> np.ndarray:
     """The mean over layers and half-steps; half-steps that write nothing do not count."""
-    return np.asarray(cosine.mean(("layer", "half_step")).values)
+    return np.asarray(cosine.mean(("layer", "half")).values)
 
 
 def _twin_prompts(case: TrialCase) -> int:
@@ -103,7 +103,7 @@ def _down_the_gradient(recording: Recording, scale: float) -> np.ndarray:
     down = -loss_gradient(recording, layer=last, site=Site.MLP, scale=scale)
     edit = Edit(Site.MLP, [last], lambda write, context: down[context.rows].to(write))
     planted = loss_gradient_cosine(recording.under(edit), scales=[scale], layers=[last], progress=False)
-    return np.asarray(planted.cosine.sel(half_step=Site.MLP.value).isel(layer=0, scale=0).values)
+    return np.asarray(planted.cosine.sel(half=Site.MLP.value).isel(layer=0, scale=0).values)
 
 
 def _other_scales(shape: xr.Dataset, deciding: float) -> dict[str, Evidence]:
@@ -113,8 +113,8 @@ def _other_scales(shape: xr.Dataset, deciding: float) -> dict[str, Evidence]:
 
 def _curves(shape: xr.Dataset, deciding: float) -> xr.Dataset:
     """The cosine by layer and half-step, beside that of permuted writes."""
-    steps = shape.half_step.values.tolist()
-    measured = shape.sel(scale=deciding).transpose("prompt", "layer", "half_step", ...)
+    steps = shape.half.values.tolist()
+    measured = shape.sel(scale=deciding).transpose("prompt", "layer", "half", ...)
     values = np.concatenate([measured.cosine.values, measured.cosine_null.values], -1)
     families = [*steps, *(f"{step}, permuted writes" for step in steps)]
     label = f"cosine of write and minus the loss gradient, s = {deciding:g}"

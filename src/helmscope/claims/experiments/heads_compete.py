@@ -66,7 +66,7 @@ def _interaction(case: TrialCase, recording: Recording) -> xr.Dataset:
         recording,
         pairs=case.count(case.constant("pairs"), quick=case.constant("pairs_quick")),
         tolerance=case.constant("tolerance"),
-        smallest_damage=case.constant("smallest_damage"),
+        min_damage=case.constant("smallest_damage"),
         seed=case.seed_for(0),
         progress=False,
     )

@@ -129,14 +129,14 @@ def _on_model(case: TrialCase) -> Finding:
         return Finding.impossible(refused)
     steps = LayerSteps.of(trial.recording, seed=case.seed)
     components = case.constant("components")
-    found = steps.measurement([steps.measured(layer, components=components) for layer in steps.layers])
+    found = steps.measurement([steps.measured(layer, principal_axes=components) for layer in steps.layers])
     others = _exchanged(steps.energies, steps.layers)
     silent = replace(steps, path=without_first_token(silenced(trial.recording).on_sphere))
-    means = found.share.mean("prompt").values
+    means = found.gap_closed_share.mean("prompt").values
     lowest = {name: found[name].isel(layer=int(np.argmin(found[name].mean("prompt").values))) for name in SHARES}
     return Finding(
         shortage=trial.chosen.alike,
-        evidence={"share of the gap closed": _every(list(found.share.values), steps.layers)},
+        evidence={"share of the gap closed": _every(list(found.gap_closed_share.values), steps.layers)},
         controls={
             "potential of another layer": _every(_shares(steps, others), steps.layers),
             "blocks that write nothing": _every(_shares(silent, steps.energies), steps.layers),
@@ -146,7 +146,7 @@ def _on_model(case: TrialCase) -> Finding:
         | {"share of the gap closed by untrained twins, mean over layers": _twins(case, trial)},
         data=curve(
             "share",
-            found.share.values.T,
+            found.gap_closed_share.values.T,
             {"layer": steps.layers},
             label="share of the gap to the minimizer that a layer closes (pseudo-values)",
             over="prompt",
@@ -161,8 +161,8 @@ def _on_model(case: TrialCase) -> Finding:
 
 
 SHARES = {
-    "share_projected": "share of the gap closed in leading principal axes",
-    "share_mlp": "share of the gap closed by the MLP half-step with nu = 0",
+    "gap_closed_share_projected": "share of the gap closed in leading principal axes",
+    "gap_closed_share_mlp": "share of the gap closed by the MLP half-step with nu = 0",
 }
 
 

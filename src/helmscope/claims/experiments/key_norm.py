@@ -12,16 +12,16 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.one_side import Blur, Normalize, matched_sides
 from helmscope.intervene.query_key import GaugeTransform
-from helmscope.models.watch import Site
+from helmscope.intervene.query_key_edit import Blur, Normalize, match_strengths
+from helmscope.models.sites import Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
-    from helmscope.intervene.one_side import OneSidedEdit
+    from helmscope.intervene.query_key_edit import QueryKeyEdit
     from helmscope.models.recording import Recording
 
 NO_DAMAGE = "the change of the queries does no damage, so that there is no ratio"
@@ -71,23 +71,23 @@ def key_norm(case: TrialCase) -> Finding:
 
 def _matched(
     case: TrialCase, recording: Recording, changes: tuple[str, ...]
-) -> dict[str, tuple[OneSidedEdit, OneSidedEdit]]:
+) -> dict[str, tuple[QueryKeyEdit, QueryKeyEdit]]:
     """The change of the queries and that of the keys, at matched strengths, by name."""
-    found: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {}
+    found: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]] = {}
     if "normalized" in changes:
         queries, keys = Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY, centered=True)
-        found["normalized"] = matched_sides(recording, queries, keys)
+        found["normalized"] = match_strengths(recording, queries, keys)
     if "blurred" in changes:
-        found["blurred"] = matched_sides(recording, *_blurs(case))
+        found["blurred"] = match_strengths(recording, *_blurs(case))
     return found
 
 
 def _blurs(case: TrialCase) -> tuple[Blur, Blur]:
     kernel = case.constant("kernel")
-    return Blur(site=Site.QUERY, kernel=kernel), Blur(site=Site.KEY, kernel=kernel)
+    return Blur(site=Site.QUERY, window=kernel), Blur(site=Site.KEY, window=kernel)
 
 
-def _ratios(recording: Recording, changes: dict[str, tuple[OneSidedEdit, OneSidedEdit]]) -> dict[str, np.ndarray]:
+def _ratios(recording: Recording, changes: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]]) -> dict[str, np.ndarray]:
     """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
     edits = {f"{name} {side}": edit for name, pair in changes.items() for side, edit in enumerate(pair)}
     kl = damage_under_edits(recording, edits, progress=False).kl
@@ -131,7 +131,7 @@ def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
     """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
     if case.quick:
         return {}
-    full: dict[str, tuple[OneSidedEdit, OneSidedEdit]] = {
+    full: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]] = {
         "normalized": (Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY)),
         "blurred": _blurs(case),
     }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 PERMUTED = 100  # permutations of the shares over layers
-LEAST_LAYERS = 3
+MIN_LAYERS = 3
 CORRELATION = BoundedScale((-1.0, 1.0))
 ONE_BLOCK = "all layers share the weights of one block, and one layer has no interval"
 
@@ -53,8 +53,8 @@ def low_coherence(case: TrialCase) -> Finding:
         return Finding.impossible("the MLPs write nothing, so that there is nothing for their rows to align with")
     excess = _excess(weights)
     ratio = _over_layers(weights.coherence_max / weights.coherence_gaussian)
-    if len(excess) < LEAST_LAYERS:
-        return Finding.impossible(f"the replicates are layers, of which it needs {LEAST_LAYERS}, and has {len(excess)}")
+    if len(excess) < MIN_LAYERS:
+        return Finding.impossible(f"the replicates are layers, of which it needs {MIN_LAYERS}, and has {len(excess)}")
     if len({tuple(row) for row in np.stack([excess, ratio], -1).tolist()}) < 2:
         return Finding.impossible(
             f"{ONE_BLOCK}: alignment minus null {excess[0]:.3f}, coherence {ratio[0]:.2f} times Gaussian"

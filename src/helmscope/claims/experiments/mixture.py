@@ -49,7 +49,7 @@ def mixture(case: TrialCase) -> Finding:
     x0 = retract(case.normal(case.count(64, quick=32), n, dim, stream=0))
     uniform = retract(case.normal(case.count(128, quick=64), n, dim, stream=1))
     states = torch.stack([_states(each, x0, times) for each in betas])
-    start, later, null = (vmf_mixture(x, max_components=most, kappa_max=largest) for x in (x0, states, uniform))
+    start, later, null = (vmf_mixture(x, max_components=most, max_kappa=largest) for x in (x0, states, uniform))
     stated = later.count[at_stated].double()
     linked = cluster_count(states[at_stated], radius=case.constant("radius"))
     at = f"beta = {beta:g}, t = {time:g}"

@@ -21,7 +21,7 @@ from helmscope.fields.jacobian_algebra import JacobianInvariants
 from helmscope.geometry.sphere import retract
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift import DriftAndSwirl
+from helmscope.observe.drift_and_swirl import DriftAndSwirl
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share
 from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
 from helmscope.types import Attachment

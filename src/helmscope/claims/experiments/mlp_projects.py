@@ -70,8 +70,8 @@ def mlp_projects(case: TrialCase) -> Finding:
         data=_curves(measured),
         remark=_remark(measured, contrast),
         setting=f"{prompts.setting}, {measured.attrs['tokens']} of the {case.constant('tokens')} tokens of each; "
-        f"{measured.attrs['dims']} axes of the {measured.attrs['neighbors']} nearest tokens of other prompts; twins on "
-        f"{contrast.twins.shape[1]} of the prompts",
+        f"{measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
+        f"prompts; twins on {contrast.twins.shape[1]} of the prompts",
         shortage=prompts.alike,
     )
 
@@ -80,7 +80,7 @@ def _measured(recording: Recording, case: TrialCase, *, planted_share: float | N
     return cloud_projection(
         recording,
         neighbors=case.constant("neighbours"),
-        dims=case.constant("tangent_dims"),
+        principal_axes=case.constant("tangent_dims"),
         tokens=case.count(case.constant("samples"), quick=case.constant("samples_quick")),
         planted_share=planted_share,
         seed=case.seed_for(0),

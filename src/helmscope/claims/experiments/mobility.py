@@ -99,24 +99,25 @@ def _on_model(case: TrialCase) -> Finding:
         return block_mobility(recording, tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
 
     def silent(recording: Recording) -> Evidence:
-        return every_layer(measured(recording).share)
+        return every_layer(measured(recording).antisymmetric_share)
 
     found = measured(trial.recording)
     rows = [list(row) for row in trial.recording.batch.visible_ids][: case.constant("twin_prompts")]
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows)
     contrast = TwinContrast(
-        found.share.mean("layer").values, np.stack([measured(twin).share.mean("layer").values for twin in twins])
+        found.antisymmetric_share.mean("layer").values,
+        np.stack([measured(twin).antisymmetric_share.mean("layer").values for twin in twins]),
     )
     return Finding(
         shortage=trial.chosen.alike,
-        evidence={"antisymmetric share": every_layer(found.share)},
+        evidence={"antisymmetric share": every_layer(found.antisymmetric_share)},
         controls={
-            "random field": every_layer(found.share_null),
+            "random field": every_layer(found.antisymmetric_share_null),
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no inverse"),
         },
         described={
             "share of attention alone, mean over layers": Replicates(
-                found.share_attention.mean("layer").values, "prompts"
+                found.antisymmetric_share_attention.mean("layer").values, "prompts"
             ),
             "share of the squared drift outside the range of Sigma": Replicates(
                 found.outside_range.mean("layer").values, "prompts"
@@ -125,14 +126,20 @@ def _on_model(case: TrialCase) -> Finding:
         },
         data=curve(
             "share",
-            np.stack([by_prompt(found[name]) for name in ("share", "share_attention", "share_null")], -1),
+            np.stack(
+                [
+                    by_prompt(found[name])
+                    for name in ("antisymmetric_share", "antisymmetric_share_attention", "antisymmetric_share_null")
+                ],
+                -1,
+            ),
             {"layer": found.layer.values.tolist(), "drift": ("block", "attention", "random field")},
             label="antisymmetric share of the Jacobian of Sigma^-1 b",
             over="prompt",
         ),
-        remark=f"The share runs {layer_means(found.share)}, that of attention alone "
-        f"{layer_means(found.share_attention)}, and the share of the squared drift outside the range of Sigma "
-        f"{layer_means(found.outside_range)}. {small_steps_premise(case)}",
+        remark=f"The share runs {layer_means(found.antisymmetric_share)}, that of attention alone "
+        f"{layer_means(found.antisymmetric_share_attention)}, and the share of the squared drift outside the range of "
+        f"Sigma {layer_means(found.outside_range)}. {small_steps_premise(case)}",
         setting=f"{trial.setting}; {tokens} tokens of each prompt, keys and values fixed",
     )
 

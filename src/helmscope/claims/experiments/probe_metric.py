@@ -110,7 +110,7 @@ def _noise(
 ) -> xr.Dataset:
     """All calls have the same seeds, so that draws are paired between forms and with the gauge."""
     first = case.seed_for(0)
-    return query_key_noise(recording, forms=forms, sigmas=sigmas, seeds=seeds, seed=first, progress=False)
+    return query_key_noise(recording, forms=forms, sigmas=sigmas, draws=seeds, seed=first, progress=False)
 
 
 def _same_side(noise: xr.Dataset) -> np.ndarray:
@@ -230,7 +230,7 @@ def _remark(case: TrialCase, printed: xr.Dataset, contrast: TwinContrast, record
     layers = ""
     if not case.quick:
         sigma, count = case.constant("deciding_sigma"), case.constant("layer_seeds")
-        one = query_key_noise_by_layer(recording, sigma=sigma, seeds=count, seed=case.seed_for(0), progress=False)
+        one = query_key_noise_by_layer(recording, sigma=sigma, draws=count, seed=case.seed_for(0), progress=False)
         by_layer = np.exp(np.log(query_key_noise_ratio(one).values).mean(-1))
         layers = f" In single layers the matched ratio runs from {by_layer.min():.2f} to {by_layer.max():.2f}."
     return (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from helmscope.observe.query_key_metric import HeadMatrices
 
 NO_HEADS = "no head writes anything, so that nothing is transported"
-LEAST_HEADS = 2
+MIN_HEADS = 2
 
 
 @experiment("qk-metric", seconds={"model": 120})
@@ -48,7 +48,7 @@ def qk_metric(case: TrialCase) -> Finding:
         return Finding.impossible(str(error))
     recording = case.subject.recording_of(texts)
     layers = _writing_layers(recording)
-    if not layers or len(layers) * len(forms[0].queries) < LEAST_HEADS:
+    if not layers or len(layers) * len(forms[0].queries) < MIN_HEADS:
         return Finding.impossible(NO_HEADS if not layers else "one head has no interval, and the replicates are heads")
     metric = query_key_metric(recording)
     share = _by_head(metric.symmetric_share, layers)

@@ -39,7 +39,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     anatomy = trial.recording.anatomy
     dim = anatomy.dim - (2 if anatomy.centered else 1)
     heads = anatomy.layers[0].heads or 1
-    keys = round(float(found["keys"].mean()))
+    keys = round(float(found["key_count"].mean()))
     random = random_shares(case, dim=dim, heads=heads, rank=anatomy.dim // heads, tokens=max(2, keys))
 
     def silent(recording: Recording) -> Evidence:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STEP, CIRCLE = 0.2, 64  # of RK4; steps of the planted map
 
 
-@experiment("settles", seconds={"simulation": 3, "model": 25}, defaults=(Subject.simulation(), Subject("tied")))
+@experiment("settles", seconds={"simulation": 3, "model": 25}, default_subjects=(Subject.simulation(), Subject("tied")))
 @prints_premise
 def settles(case: TrialCase) -> Finding:
     """Tokens settle if what they move per layer falls and one token, with the others frozen, forgets a perturbation."""

@@ -75,7 +75,7 @@ def _damage(
     return fourier_band_damage(
         recording,
         bands=bands,
-        relative=case.constant("relative_norm"),
+        relative_norm=case.constant("relative_norm"),
         layers=layers,
         draws=case.count(case.constant("seeds"), quick=case.constant("seeds_quick")),
         per_token=per_token,

@@ -105,13 +105,13 @@ class Sinks:
         found = recording.replay(sinks, values)
         measured = found[sinks.name]
         if heads is None:
-            heads = sinks_of(measured.sink_weight.mean("prompt"), case.constant("sink_weight"))
+            heads = sinks_of(measured.first_token_mass.mean("prompt"), case.constant("sink_weight"))
         return cls(measured, found[values.name], heads)
 
     @property
     def best_weights(self) -> np.ndarray:
         """The weight on the first token of the head whose mean is the largest, one value per prompt."""
-        flat = self.of_every_head("sink_weight")
+        flat = self.of_every_head("first_token_mass")
         return np.asarray(flat[:, flat.mean(0).argmax()])
 
     def absent(self, name: str) -> str:
@@ -152,7 +152,7 @@ class Sinks:
     def described(self) -> dict[str, Evidence]:
         """Weights and norms of the sinks, and the cosine of their values as they are."""
         rows: dict[str, Evidence] = {
-            "mean weight on the first token": Replicates(self.of_sinks("sink_weight"), "prompts"),
+            "mean weight on the first token": Replicates(self.of_sinks("first_token_mass"), "prompts"),
             f"share of queries whose weight on the first token is above {self.measured.attrs['threshold']}": Replicates(
                 self.of_sinks("sink_share"), "prompts"
             ),
@@ -245,7 +245,7 @@ def _damage(case: TrialCase, recording: Recording, sinks: Sinks) -> dict[str, Ev
         f"damage, {quantity}, sinks {edit}": Replicates(damage[name].sel(edit=edit).values, "prompts")
         for name, quantity in (
             ("kl", "KL divergence of the next-token distribution"),
-            ("increase", "increase of the loss"),
+            ("loss_increase", "increase of the loss"),
         )
         for edit in damage.edit.values.tolist()
     }
@@ -253,6 +253,6 @@ def _damage(case: TrialCase, recording: Recording, sinks: Sinks) -> dict[str, Ev
 
 def _curves(sinks: Sinks) -> xr.Dataset:
     """The weight on the first token, by layer and head."""
-    weights = sinks.measured.sink_weight.transpose("prompt", "layer", "head")
+    weights = sinks.measured.first_token_mass.transpose("prompt", "layer", "head")
     axes = {"layer": weights.layer.values.tolist(), "head": list(range(weights.sizes["head"]))}
     return curve("sink_weight", weights.values, axes, label="mean weight on the first token", over="prompt")

@@ -115,8 +115,8 @@ def _on_model(case: TrialCase) -> Finding:
             "blocks that write nothing": trial.silent_evidence(silent, "there is no Sigma to whiten by"),
         },
         described={
-            "share before, mean over layers": _over_layers(found.share_before),
-            "share after, mean over layers": _over_layers(found.share_after),
+            "share before, mean over layers": _over_layers(found.antisymmetric_share_before),
+            "share after, mean over layers": _over_layers(found.antisymmetric_share_after),
             "commutator with random eigenvectors, mean over layers": _over_layers(found.commutator_null),
         },
         data=curve(
@@ -126,8 +126,9 @@ def _on_model(case: TrialCase) -> Finding:
             label="antisymmetric share of the MLP's Jacobian",
             over="prompt",
         ),
-        remark=f"The share runs {layer_means(found.share_before)} before and {layer_means(found.share_after)} after "
-        f"whitening, the variation of Sigma {layer_means(found.variation)}, the commutator "
+        remark=f"The share runs {layer_means(found.antisymmetric_share_before)} before and "
+        f"{layer_means(found.antisymmetric_share_after)} after whitening, the variation of Sigma "
+        f"{layer_means(found.variation)}, the commutator "
         f"{layer_means(found.commutator)} ({layer_means(found.commutator_null)} with random eigenvectors). "
         f"{small_steps_premise(case)}",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
@@ -154,7 +155,7 @@ def turned_counterexample(case: TrialCase, count: int) -> list[float]:
     entries = []
     for angle in (math.pi * case.normal(count, stream=100)).tolist():
         turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=F64)
-        white = whiten(turn @ HESSIAN @ turn.mT, turn @ SIGMA @ turn.mT).drift
+        white = whiten(turn @ HESSIAN @ turn.mT, turn @ SIGMA @ turn.mT).stiffness
         entries.append(abs(float(white[0, 1] - white[1, 0])) / 2)
     return entries
 

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from helmscope.intervene import CenteredKeyNoise, Edit, GaugeTransform, MaskKeys, MatchedQueryNoise, Perturb, SideBySide
+from helmscope.intervene import (
+    BatchedEdits,
+    CenteredKeyNoise,
+    Edit,
+    GaugeTransform,
+    MaskKeys,
+    MatchedQueryNoise,
+    Perturb,
+)
 from helmscope.models import record
-from helmscope.models.watch import Site
+from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -32,7 +40,7 @@ def test_each_list_acts_on_its_own_copy():
     ]
     for rows in (slice(0, 3), slice(1, 3)):
         count = rows.stop - rows.start
-        together = SideBySide.runner(recording.runner, rows, lists).outputs().split(count)
+        together = BatchedEdits.runner(recording.runner, rows, lists).outputs().split(count)
         for edits, part in zip(lists, together, strict=True):
             alone = recording.runner.under(*edits).outputs(rows=rows)
             assert (part - alone)[:, :8].abs().max() < 1e-12, edits
@@ -42,13 +50,13 @@ def test_each_list_acts_on_its_own_copy():
 def test_edits_of_the_runner_come_first():
     recording = padded().under(GaugeTransform(factor=2))
     noise = [Perturb(site=Site.KEY, sigma=0.5, seed=1)]
-    found = SideBySide.runner(recording.runner, slice(0, 3), [noise]).outputs()
+    found = BatchedEdits.runner(recording.runner, slice(0, 3), [noise]).outputs()
     assert (found - recording.runner.under(*noise).outputs()).abs().max() < 1e-12
 
 
 def test_refusals():
     runner = padded().runner
     with pytest.raises(HelmscopeError, match="lists is empty, but it must hold at least one list of edits"):
-        SideBySide.runner(runner, slice(0, 1), [])
+        BatchedEdits.runner(runner, slice(0, 1), [])
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to 2"):
-        SideBySide.runner(runner, slice(0, 1), [[], [GaugeTransform([7], factor=2)]])
+        BatchedEdits.runner(runner, slice(0, 1), [[], [GaugeTransform([7], factor=2)]])

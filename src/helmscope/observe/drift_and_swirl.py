@@ -3,7 +3,7 @@
 For a force f = grad U + R + harmonic ([Helmholtz Transformer, no. 3]; ``helmholtz``) at unit vectors x, with Df = S + A
 its symmetric and antisymmetric parts:
 
-    tangential part P f,  radial part <x, f>,  energy V = -U,  swirl index |A|_F^2 / |Df|_F^2,
+    tangential part P f,  radial part <x, f>,  energy V = -U,  antisymmetric share |A|_F^2 / |Df|_F^2,
     div_S(P f) = tr Df - x^T Df x - t <x, f>,  t the dimension of the tangent space.
 
 After a LayerNorm tokens have mean 0 over their coordinates: they lie on S^(d-2), t = d - 2, P also removes the mean,
@@ -11,9 +11,9 @@ and tr Df is there the trace on this space; otherwise they lie on S^(d-1) and t 
 
 How to read it. grad U and R depend on the weights, not on f alone: different weights that define the same f can have
 different ones, and so can the coordinates (``mlp_parts``): ``unit_sphere`` (norm folded in) or ``norm_output``. The
-swirl index depends only on f; 0 is a gradient, 1 a rotation, and independent random weights give 1/2. A surface
+antisymmetric share depends only on f; 0 is a gradient, 1 a rotation, and independent random weights give 1/2. A surface
 divergence below 0 means that the force gathers tokens around x.
-How it fails. A swirl index near 0.5 can belong to a force that is nearly a gradient where tokens are (see
+How it fails. An antisymmetric share near 0.5 can belong to a force that is nearly a gradient where tokens are (see
 ``mlp_projection``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
 Cost. One replay; 4 d h multiplications per token for h neurons, and h^2 at each sampled token; no d x d matrix.
 """

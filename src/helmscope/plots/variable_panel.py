@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-MOST_MARKERS, MOST_WORDS = 40, 12
+MAX_MARKERS, MAX_WORDS = 40, 12
 FEWEST = 3  # replicates that a band needs: with two, Student's interval is 13 times as wide as their distance
 
 
@@ -157,7 +157,7 @@ def axis_name(value: xr.DataArray | xr.Dataset, dim: Any) -> str:
     """The long_name of an axis, or its name with spaces; with its units, if it has any.
 
     >>> import xarray as xr
-    >>> axis_name(xr.DataArray([1.0], dims="half_step"), "half_step")
+    >>> axis_name(xr.DataArray([1.0], dims="half"), "half")
     'half step'
     >>> axis_name(xr.DataArray([1.0], {"depth": ("depth", [0], {"units": "half-layers"})}), "depth")
     'depth (half-layers)'
@@ -181,7 +181,7 @@ def draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, colo
         panel.plot(x, value, marker="o", linestyle="none", color=color, label=plain(label))
         panel.plot(np.stack([x, x]), np.stack([low, high]), color=color, label="_bar")
         return
-    marker = "o" if len(x) <= MOST_MARKERS else ""
+    marker = "o" if len(x) <= MAX_MARKERS else ""
     panel.plot(x, value, marker=marker, markersize=3, color=color, label=plain(label))
     panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
@@ -270,7 +270,7 @@ def whole_ticks(axis: Any, value: xr.DataArray, dim: Any) -> None:
 
 def _has_legend(value: xr.DataArray, labels: list[str]) -> bool:
     """Whether the curves have a legend rather than a color scale: there are few, or they have no numeric coordinate."""
-    return 1 < len(labels) <= (len(COLORS) if _numeric_family(value) else MOST_WORDS)
+    return 1 < len(labels) <= (len(COLORS) if _numeric_family(value) else MAX_WORDS)
 
 
 def _numeric_family(value: xr.DataArray) -> bool:
@@ -295,6 +295,6 @@ def _colors(panel: Axes, value: xr.DataArray, labels: list[str]) -> list[Any]:
         name = ", ".join(axis_name(value, dim) for dim in value.dims[1:])
         bar = panel.figure.colorbar(scale, ax=panel, label=plain(name))
         if not numeric:
-            kept = range(0, len(labels), -(-len(labels) // MOST_WORDS))
+            kept = range(0, len(labels), -(-len(labels) // MAX_WORDS))
             bar.set_ticks(kept, labels=[plain(textwrap.shorten(labels[index], 28)) for index in kept])
     return list(scale.to_rgba(places))

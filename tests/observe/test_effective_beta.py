@@ -30,7 +30,7 @@ def test_a_simulation_gives_back_its_beta(beta, causal):
     for name in ("r_squared", "r_squared_without_self"):
         assert np.abs(found[name] - 1).max() < 1e-12, name
     # a causal query i sees i + 1 keys, of which the first is left out
-    assert float(found["keys"][0, 0]) == pytest.approx(4 if causal else 8)
+    assert float(found["key_count"][0, 0]) == pytest.approx(4 if causal else 8)
 
 
 def test_every_head_has_its_own_beta():
@@ -93,10 +93,10 @@ def test_a_post_norm_model_is_measured_on_its_sphere():
     """The recording knows its sphere, also among other instruments of one replay."""
     recording = record(tiny_model("bert", dtype=torch.float64), inputs_of("bert"))
     together = recording.replay(EffectiveBeta(), KernelStatistics())["effective_beta"]
-    given = recording.replay(EffectiveBeta(sphere=recording.on_sphere))["effective_beta"]
+    given = recording.replay(EffectiveBeta(on_sphere=recording.on_sphere))["effective_beta"]
     assert together.identical(given)
     assert together.identical(effective_beta(recording))
-    raw = recording.replay(EffectiveBeta(sphere=recording.trajectory))["effective_beta"]
+    raw = recording.replay(EffectiveBeta(on_sphere=recording.trajectory))["effective_beta"]
     assert float(np.abs(raw.beta - together.beta).max()) > 1e-3
     found = together.isel(layer=1, prompt=0, head=3)
     x, weights = recording.on_sphere.states[2, 0], recording.kernel(layer=1)[0, 3]
@@ -120,9 +120,9 @@ def test_spread_of_the_logits_within_rows():
 
 
 def test_bad_arguments():
-    with pytest.raises(HelmscopeError, match="sphere is a str"):
-        EffectiveBeta(sphere="on")
+    with pytest.raises(HelmscopeError, match="on_sphere is a str"):
+        EffectiveBeta(on_sphere="on")
     recording = record(tiny_model("llama"), inputs_of("llama"))
     other = record(tiny_model("llama"), inputs_of("llama", n=5))
-    with pytest.raises(HelmscopeError, match="sphere has no states"):
-        recording.replay(EffectiveBeta(sphere=other.trajectory))
+    with pytest.raises(HelmscopeError, match="on_sphere has no states"):
+        recording.replay(EffectiveBeta(on_sphere=other.trajectory))

@@ -1,4 +1,4 @@
-"""``SideBySide``: several lists of edits in one forward, each on a copy of its own of the texts."""
+"""``BatchedEdits``: several lists of edits in one forward, each on a copy of its own of the texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.watch import AbstractEdit, Chunk
+from helmscope.models.sites import AbstractEdit, Chunk
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.runner import Runner
-    from helmscope.models.watch import EditContext, Site
+    from helmscope.models.sites import EditContext, Site
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SideBySide(AbstractEdit):
+class BatchedEdits(AbstractEdit):
     """Apply each of several lists of edits to one of as many equal parts of the batch.
 
     The edits are told that their part is the chunk of texts ``of``, so that noise and whatever else depends on the
-    index of a text is that of a forward under this list alone. ``SideBySide.runner`` makes the copies of the texts.
+    index of a text is that of a forward under this list alone. ``BatchedEdits.runner`` makes the copies of the texts.
 
     >>> from helmscope import record
     >>> from helmscope.intervene.attention import Perturb
     >>> recording = record("A", ["Once upon a time", "The cat sat on"])
     >>> noise = [[Perturb(sigma=0.5, seed=seed)] for seed in range(3)]
-    >>> together = SideBySide.runner(recording.runner, slice(0, 2), noise).outputs()
+    >>> together = BatchedEdits.runner(recording.runner, slice(0, 2), noise).outputs()
     >>> alone = recording.runner.under(*noise[2]).outputs()
     >>> together.shape, torch.allclose(together[4:], alone, atol=1e-4)
     (torch.Size([6, 4, 4096]), True)
@@ -45,7 +45,7 @@ class SideBySide(AbstractEdit):
         HelmscopeError for no list, and for several lists on a decoder that reads an encoder.
 
         >>> from helmscope import record
-        >>> SideBySide.runner(record("A", ["Once upon a time"]).runner, slice(0, 1), [[], []])
+        >>> BatchedEdits.runner(record("A", ["Once upon a time"]).runner, slice(0, 1), [[], []])
         <Runner of GPT2LMHeadModel: 2 texts, 2 at a time; 1 edit>
         """
         if not lists:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.intervene import Ablate, Blur, GaugeTransform, Normalize, ShiftKeys, matched_sides
+from helmscope.intervene import Ablate, Blur, GaugeTransform, Normalize, ShiftKeys, match_strengths
 from helmscope.models import KeptTensors, record
-from helmscope.models.watch import EditContext, Site
+from helmscope.models.sites import EditContext, Site
 from helmscope.observe import damage_under_edits
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -46,7 +46,7 @@ def test_lengths_are_equal_about_the_center(centered):
 def test_blur_by_loops_and_never_from_later_tokens():
     value = torch.randn(2, 3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weights = (0.5, 0.25, 0.25)
-    found = changed(Blur(kernel=weights), value)
+    found = changed(Blur(window=weights), value)
     for t in range(6):
         lags = range(min(t + 1, 3))
         expected = sum(weights[lag] * value[:, :, t - lag] for lag in lags) / sum(weights[lag] for lag in lags)
@@ -65,8 +65,8 @@ def test_blur_by_loops_and_never_from_later_tokens():
 def test_matched_strengths_by_loops(family):
     recording = recorded(family, keep=QK, batch_size=2)
     sides = [Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY, centered=True)]
-    matched = matched_sides(recording, *sides)
-    queries, keys, weights = (recording.kept[name][1] for name in ("query", "key", "weights"))
+    matched = match_strengths(recording, *sides)
+    queries, keys, weights = (recording.kept[name][1] for name in ("query", "key", "kernel"))
     moved = changed(sides[0], queries) - queries, changed(sides[1], keys) - keys
     repeats = queries.shape[1] // keys.shape[1]
     for text, group in ((0, 0), (2, 1)):
@@ -93,7 +93,7 @@ def test_the_ratio_ignores_a_gauge_and_a_shift_of_the_keys():
 
     def damages(edited):
         sides = Normalize.of(edited, site=Site.QUERY), Normalize.of(edited, site=Site.KEY, centered=True)
-        queries, keys = matched_sides(edited, *sides)
+        queries, keys = match_strengths(edited, *sides)
         return damage_under_edits(edited, {"queries": queries, "keys": keys}).kl.values
 
     plain = damages(recording)
@@ -109,7 +109,7 @@ def test_the_ratio_ignores_a_gauge_and_a_shift_of_the_keys():
 
 def test_where_one_side_moves_nothing_neither_does():
     recording = recorded("gpt2").under(GaugeTransform(factor=1.0))
-    queries, keys = matched_sides(recording, Blur(site=Site.QUERY, kernel=[1.0]), Blur(site=Site.KEY))
+    queries, keys = match_strengths(recording, Blur(site=Site.QUERY, window=[1.0]), Blur(site=Site.KEY))
     assert queries.strength.abs().max() == 0
     assert keys.strength.abs().max() == 0
 
@@ -118,10 +118,10 @@ def test_refusals():
     recording = recorded("gpt2")
     with pytest.raises(HelmscopeError, match="strength is -1, but it must be a finite number >= 0"):
         Blur(strength=-1)
-    with pytest.raises(HelmscopeError, match="kernel is 'a', but it must be a list such as"):
-        Blur(kernel="a")
-    with pytest.raises(HelmscopeError, match="kernel begins with 0, but the weight of lag 0 must be > 0"):
-        Blur(kernel=[0.0, 1.0])
+    with pytest.raises(HelmscopeError, match="window is 'a', but it must be a list such as"):
+        Blur(window="a")
+    with pytest.raises(HelmscopeError, match="window begins with 0, but the weight of lag 0 must be > 0"):
+        Blur(window=[0.0, 1.0])
     with pytest.raises(HelmscopeError, match=r"site is .*, but Blur must be at one of Site.QUERY, Site.KEY"):
         Blur(site=Site.MLP)
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to 2"):
@@ -129,9 +129,9 @@ def test_refusals():
     with pytest.raises(HelmscopeError, match="centers is a NoneType, but it must be a tensor with 3 axes and 3 layers"):
         recording.under(Normalize())
     with pytest.raises(HelmscopeError, match=r"queries is .*, but it must be a Normalize or a Blur at Site.QUERY"):
-        matched_sides(recording, Blur(site=Site.KEY), Blur(site=Site.KEY))
+        match_strengths(recording, Blur(site=Site.KEY), Blur(site=Site.KEY))
     with pytest.raises(HelmscopeError, match=r"queries is .*, but it must be a Normalize or a Blur at Site.QUERY"):
-        matched_sides(recording, Ablate([1]), Blur(site=Site.KEY))
+        match_strengths(recording, Ablate([1]), Blur(site=Site.KEY))
     with pytest.raises(HelmscopeError, match=r"strength is \(2, 3, 4\), but it must be a number or \(3, batch,"):
         recording.under(Blur(strength=torch.ones(2, 3, 4)))
     other = record(tiny_model("gpt2", dtype=torch.float64), inputs_of("gpt2")[:2])
@@ -139,4 +139,4 @@ def test_refusals():
         other.under(Blur(strength=torch.ones(3, 3, 4)))
     sinks = record(tiny_model("gpt_oss"), inputs_of("gpt_oss"))
     with pytest.raises(HelmscopeError, match="weights have a row whose sum differs from 1 by"):
-        matched_sides(sinks, Blur(site=Site.QUERY), Blur(site=Site.KEY))
+        match_strengths(sinks, Blur(site=Site.QUERY), Blur(site=Site.KEY))

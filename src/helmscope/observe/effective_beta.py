@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     from helmscope.types import AttentionTensors, ReplayContext, ReplayPlan, System
 
-BOUNDS = {"r_squared": SHARE, "r_squared_without_self": SHARE, "keys": AT_LEAST_0, "logit_spread": AT_LEAST_0}
+BOUNDS = {"r_squared": SHARE, "r_squared_without_self": SHARE, "key_count": AT_LEAST_0, "logit_spread": AT_LEAST_0}
 NAMES = {
     "beta": "effective beta of a head on the unit sphere",
     "r_squared": "R^2 of a head's logits on inner products",
     "beta_without_self": "effective beta of a head, the query's own token left out",
     "r_squared_without_self": "R^2 of a head's logits on inner products, the query's own token left out",
-    "keys": "number of keys per query",
+    "key_count": "number of keys per query",
     "logit_spread": "root mean square deviation of a head's logits within rows",
 }
 
@@ -44,8 +44,8 @@ class EffectiveBeta(Instrument):
     """Instrument: the slope of each head's logits on inner products, in every layer (or at every time) and replicate.
 
     ``beta`` is the slope and ``r_squared`` its R^2, both with the query's own token among the keys, where the inner
-    product is 1; ``beta_without_self`` and ``r_squared_without_self`` leave it out. ``keys`` is the mean number of keys
-    per query that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or
+    product is 1; ``beta_without_self`` and ``r_squared_without_self`` leave it out. ``key_count`` is the mean number of
+    keys per query that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or
     underflowed, and the first visible key do not enter. Values are NaN where no row has two keys of different inner
     products.
 
@@ -54,7 +54,7 @@ class EffectiveBeta(Instrument):
     1]; a trained one that hardly depends on inner products has a small beta and R^2 at any sharpness.
 
     x are the directions of the states that attention reads. In a post-norm model the unit sphere is that of the states
-    without gain and bias, ``recording.on_sphere``, for which the model is run once more; ``sphere`` replaces it.
+    without gain and bias, ``recording.on_sphere``, for which the model is run once more; ``on_sphere`` replaces it.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -67,17 +67,17 @@ class EffectiveBeta(Instrument):
     name = "effective_beta"
     needs = Needs.KERNEL
 
-    def __init__(self, *, sphere: Trajectory | None = None) -> None:
-        if sphere is not None and not isinstance(sphere, Trajectory):
-            raise HelmscopeError(f"sphere is {type_with_article(sphere)}, but it must be a Trajectory or None")
-        self.sphere = sphere
+    def __init__(self, *, on_sphere: Trajectory | None = None) -> None:
+        if on_sphere is not None and not isinstance(on_sphere, Trajectory):
+            raise HelmscopeError(f"on_sphere is {type_with_article(on_sphere)}, but it must be a Trajectory or None")
+        self.on_sphere = on_sphere
         self._recording: Recording | None = None  # a post-norm one, whose sphere is not that of its states
-        self._path = sphere
+        self._path = on_sphere
 
     def unsupported_reason(self, system: System) -> str | None:
         """Why the states of a post-norm recording without gain and bias are not known."""
         self._recording = None
-        if isinstance(system, Recording) and system.anatomy.post_norm and self.sphere is None:
+        if isinstance(system, Recording) and system.anatomy.post_norm and self.on_sphere is None:
             try:
                 system.certificate.require("on_sphere")
             except HelmscopeError as error:
@@ -87,7 +87,7 @@ class EffectiveBeta(Instrument):
 
     def start(self, plan: ReplayPlan) -> None:
         """Start a new replay; the sphere of a post-norm model is computed first, by one more forward."""
-        self._path = self.sphere if self._recording is None else self._recording.on_sphere
+        self._path = self.on_sphere if self._recording is None else self._recording.on_sphere
         super().start(plan)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
@@ -108,7 +108,7 @@ class EffectiveBeta(Instrument):
         at = (path.times == context.time).nonzero()
         if not len(at) or path.states.shape[2:] != tensors.direction.shape[1:]:
             raise HelmscopeError(
-                f"sphere has no states {tuple(tensors.direction.shape[1:])} at {path.axis} {context.time:g}, "
+                f"on_sphere has no states {tuple(tensors.direction.shape[1:])} at {path.axis} {context.time:g}, "
                 "but it must be that of the system"
             )
         return path.states[int(at[0]), context.rows].to(tensors.direction.device).double()
@@ -159,7 +159,7 @@ def _slopes(kernel: Tensor, x: Tensor, m: Tensor, usable: Tensor) -> dict[str, T
         "r_squared": r_squared,
         "beta_without_self": beta_without_self,
         "r_squared_without_self": r_squared_without_self,
-        "keys": count,
+        "key_count": count,
     }
 
 

@@ -1,5 +1,5 @@
 """Edits that change queries or keys as a whole: ``Normalize`` to one length, ``Blur`` along the tokens, and the pair of
-strengths at which a change of the queries and a change of the keys move the logits equally (``matched_sides``).
+strengths at which a change of the queries and a change of the keys move the logits equally (``match_strengths``).
 
 An edit of strength t replaces each vector x by x + t (f(x) - x). The logits change linearly in t, so that their
 variance under the attention weights, which is twice the divergence of an attention row at second order, is t^2 times
@@ -21,7 +21,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
 from helmscope.intervene.query_key import at_least_single, collision_gap
 from helmscope.models.recording import Recording, check_recording
-from helmscope.models.watch import Observer, Site
+from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError, check_real, short_repr, type_with_article
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.sites import EditContext
     from helmscope.models.tap import Attended, Call
-    from helmscope.models.watch import EditContext
 
 
-class OneSidedEdit(SiteEdit):
+class QueryKeyEdit(SiteEdit):
     """Base of edits of queries or keys with a strength: a number, or one number for every layer, text and key head.
 
-    >>> isinstance(Blur(site=Site.QUERY), OneSidedEdit), Blur().strength
+    >>> isinstance(Blur(site=Site.QUERY), QueryKeyEdit), Blur().strength
     (True, 1.0)
     """
 
@@ -62,9 +62,9 @@ class OneSidedEdit(SiteEdit):
     def changed(self, value: Tensor, context: EditContext) -> Float[Tensor, "rows heads n r"]:
         """f(x), the vectors under the full change.
 
-        >>> from helmscope.models.watch import EditContext
+        >>> from helmscope.models.sites import EditContext
         >>> context = EditContext(site=Site.KEY, layer=0, rows=slice(0, 1), texts=1)
-        >>> Blur(kernel=[1.0, 1.0]).changed(torch.tensor([[[[0.0], [2.0]]]]), context).flatten().tolist()
+        >>> Blur(window=[1.0, 1.0]).changed(torch.tensor([[[[0.0], [2.0]]]]), context).flatten().tolist()
         [0.0, 1.0]
         """
 
@@ -92,7 +92,7 @@ class OneSidedEdit(SiteEdit):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Normalize(OneSidedEdit):
+class Normalize(QueryKeyEdit):
     """Give all queries or keys of a head the same length, s, about its center c:
 
         f(x) = c + s (x - c) / |x - c|;
@@ -149,7 +149,7 @@ class Normalize(OneSidedEdit):
     def changed(self, value: Tensor, context: EditContext) -> Float[Tensor, "rows heads n r"]:
         """c + s (x - c) / |x - c|, and c where x = c.
 
-        >>> from helmscope.models.watch import EditContext
+        >>> from helmscope.models.sites import EditContext
         >>> context = EditContext(site=Site.KEY, layer=0, rows=slice(0, 1), texts=1)
         >>> unit = Normalize(centers=torch.zeros(1, 1, 2), lengths=torch.ones(1, 1))
         >>> unit.changed(torch.tensor([[[[3.0, 4.0]]]]), context)
@@ -171,15 +171,15 @@ class Normalize(OneSidedEdit):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Blur(OneSidedEdit):
+class Blur(QueryKeyEdit):
     """Average the queries or keys along the tokens, each with earlier ones only:
 
         f(x)_t = sum_l w_l x_{t-l} / sum_l w_l,    over the lags l = 0, 1, ... with t - l >= 0.
 
-    ``kernel`` holds the weights w_0, w_1, ..., by default 1/2, 1/4 and 1/4: the kernel [1/4, 1/2, 1/4] with its later
+    ``window`` holds the weights w_0, w_1, ..., by default 1/2, 1/4 and 1/4: the kernel [1/4, 1/2, 1/4] with its later
     half moved to the past, since a token of a causal model must not see a later one.
 
-    >>> from helmscope.models.watch import EditContext
+    >>> from helmscope.models.sites import EditContext
     >>> context = EditContext(site=Site.KEY, layer=0, rows=slice(0, 1), texts=1)
     >>> Blur().changed(torch.tensor([[[[0.0], [3.0], [4.0]]]]), context).flatten().tolist()
     [0.0, 2.0, 2.75]
@@ -187,30 +187,30 @@ class Blur(OneSidedEdit):
 
     layers: int | Sequence[int] | None = None
     site: Site = Site.KEY
-    kernel: Sequence[float] = (0.5, 0.25, 0.25)
+    window: Sequence[float] = (0.5, 0.25, 0.25)
     strength: float | Float[Tensor, "layer batch kv_heads"] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.kernel, str) or not isinstance(self.kernel, Sequence) or not self.kernel:
+        if isinstance(self.window, str) or not isinstance(self.window, Sequence) or not self.window:
             raise HelmscopeError(
-                f"kernel is {short_repr(self.kernel)}, but it must be a list such as [0.5, 0.25, 0.25]"
+                f"window is {short_repr(self.window)}, but it must be a list such as [0.5, 0.25, 0.25]"
             )
-        weights = tuple(check_real("kernel", weight, at_least=0) for weight in self.kernel)
+        weights = tuple(check_real("window", weight, at_least=0) for weight in self.window)
         if weights[0] == 0:
-            raise HelmscopeError("kernel begins with 0, but the weight of lag 0 must be > 0")
-        object.__setattr__(self, "kernel", weights)
+            raise HelmscopeError("window begins with 0, but the weight of lag 0 must be > 0")
+        object.__setattr__(self, "window", weights)
 
     def changed(self, value: Tensor, context: EditContext) -> Float[Tensor, "rows heads n r"]:
         """The averages; texts begin at their first token, padding comes after them.
 
-        >>> from helmscope.models.watch import EditContext
+        >>> from helmscope.models.sites import EditContext
         >>> context = EditContext(site=Site.KEY, layer=0, rows=slice(0, 1), texts=1)
-        >>> Blur(kernel=[1.0]).changed(torch.ones(1, 1, 2, 1), context).flatten().tolist()
+        >>> Blur(window=[1.0]).changed(torch.ones(1, 1, 2, 1), context).flatten().tolist()
         [1.0, 1.0]
         """
-        total, mass = self.kernel[0] * value, value.new_full((value.shape[-2], 1), self.kernel[0])
-        for lag, weight in enumerate(self.kernel[1 : value.shape[-2]], start=1):
+        total, mass = self.window[0] * value, value.new_full((value.shape[-2], 1), self.window[0])
+        for lag, weight in enumerate(self.window[1 : value.shape[-2]], start=1):
             total[..., lag:, :] += weight * value[..., :-lag, :]
             mass[lag:] += weight
         return total / mass
@@ -224,11 +224,11 @@ class Blur(OneSidedEdit):
         return replace(self, strength=factors * self.strength)
 
 
-Queries = TypeVar("Queries", bound=OneSidedEdit)
-Keys = TypeVar("Keys", bound=OneSidedEdit)
+Queries = TypeVar("Queries", bound=QueryKeyEdit)
+Keys = TypeVar("Keys", bound=QueryKeyEdit)
 
 
-def matched_sides(recording: Recording, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+def match_strengths(recording: Recording, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
     """A change of the queries and a change of the keys with the strengths at which they move the logits equally.
 
     With A the attention weights and dl the change of the logits of a row, V = Var_A(dl), averaged over the rows of a
@@ -239,13 +239,13 @@ def matched_sides(recording: Recording, queries: Queries, keys: Keys) -> tuple[Q
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time", "The cat sat"])
-    >>> queries, keys = matched_sides(recording, Blur(site=Site.QUERY), Blur(site=Site.KEY))
+    >>> queries, keys = match_strengths(recording, Blur(site=Site.QUERY), Blur(site=Site.KEY))
     >>> queries.strength.shape, bool((torch.maximum(queries.strength, keys.strength).max() == 1))
     (torch.Size([12, 2, 6]), True)
     """
     check_recording(recording)
     for name, edit, site in (("queries", queries, Site.QUERY), ("keys", keys, Site.KEY)):
-        if not isinstance(edit, OneSidedEdit) or edit.site is not site:
+        if not isinstance(edit, QueryKeyEdit) or edit.site is not site:
             raise HelmscopeError(f"{name} is {short_repr(edit)}, but it must be a Normalize or a Blur at {site}")
         edit.check(recording.anatomy)
     observer = _LogitVariances(len(recording.anatomy.layers), queries, keys)
@@ -291,7 +291,7 @@ class _LogitVariances(Observer):
     sees_attention = True
     needs_all_layers = True
 
-    def __init__(self, layers: int, queries: OneSidedEdit, keys: OneSidedEdit) -> None:
+    def __init__(self, layers: int, queries: QueryKeyEdit, keys: QueryKeyEdit) -> None:
         self.edits = (queries, keys)
         self.found: tuple[list[list[Tensor]], ...] = ([[] for _ in range(layers)], [[] for _ in range(layers)])
 

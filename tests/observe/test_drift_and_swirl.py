@@ -19,7 +19,7 @@ from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry import surface
 from helmscope.models.record import record
-from helmscope.observe.drift import drift_and_swirl
+from helmscope.observe.drift_and_swirl import drift_and_swirl
 from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
@@ -160,7 +160,7 @@ def linear(matrix):
 
 
 def test_closed_forms_of_linear_forces():
-    """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), swirl index b^2 / (a^2 + b^2), U = a / 2, div_S(Pf) = 0."""
+    """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), antisymmetric share b^2 / (a^2 + b^2), U = a / 2."""
     x = hs.Uniform(5, 2).sample(2, seed=1)
     seen = measured(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
     exact = {"force": 5, "tangential_speed": 4, "radial_force": 3, "trace": 6}
