@@ -13,9 +13,9 @@ print(f"loss {float(mean.baseline):.3f} nats, a uniform guess has {float(mean.lo
 for layer in mean.layer.values:
     print(f"layer {layer:2d}:", *(f"{value:+.3f}" for value in mean.loss_increase.sel(layer=layer).values))
 one = mean.sel(**hs.models.parse_head("L0H4"))
-low, high = float(one.increase_low), float(one.increase_high)
+low, high = float(one.loss_increase_low), float(one.loss_increase_high)
 print(f"without L0H4 the loss is higher by {float(one.loss_increase):.3f}, 95 % interval {low:.3f} .. {high:.3f}")
 
 mean.to_netcdf(folder / "ablated_heads.nc", engine="h5netcdf")
-hs.plot(losses, variables="increase").save(folder / "ablated_heads.png")
+hs.plot(losses, variables="loss_increase").save(folder / "ablated_heads.png")
 print("saved to", folder / "ablated_heads.png")

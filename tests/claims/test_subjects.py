@@ -109,7 +109,11 @@ def test_a_single_claim_on_a_model_runs_in_another_process(
 def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
     subject = Subject(tiny_model("gpt2"), ROWS)
     (trial,) = run_trials(
-        ["planted-true"], RunFolder.create(tmp_path / "run"), folder=mine, subjects=[subject], engine=Processes(2)
+        ["planted-true"],
+        RunFolder.create(tmp_path / "run"),
+        claims_folder=mine,
+        subjects=[subject],
+        engine=Processes(2),
     )
     assert trial.verdict.subject == "GPT2LMHeadModel"
     assert trial.verdict.provenance.weights == subject.weights
@@ -188,13 +192,13 @@ def test_there_is_one_verdict_for_each_claim_and_subject(
 
 
 def test_held_out_texts_replace_those_of_the_box_only(mine: Path) -> None:
-    bundled, held_out = (plan_trials(["planted-false"], folder=mine, held_out=held) for held in (False, True))
+    bundled, held_out = (plan_trials(["planted-false"], claims_folder=mine, held_out=held) for held in (False, True))
     for plain, published in zip(bundled, held_out, strict=True):
         assert (plain.subject.name, plain.name) == (published.subject.name, published.name)
         assert not set(plain.subject.texts) & set(published.subject.texts)
     assert [plain.subject for plain in bundled] == [Subject("A"), Subject("B"), Subject("tied")]
     own = Subject("A", ["my text", "another text"])
-    assert plan_trials(["planted-false"], [own], folder=mine, held_out=True)[0].subject == own
+    assert plan_trials(["planted-false"], [own], claims_folder=mine, held_out=True)[0].subject == own
 
 
 def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: Path, mine: Path) -> None:
@@ -203,7 +207,7 @@ def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: P
         model.transformer.wte.weight.data.mul_(1 if name == "early" else 2)
         model.save_pretrained(tmp_path / name / "model")
     subjects = [Subject(tmp_path / name / "model", ROWS) for name in ("early", "late")]
-    planned = plan_trials(["planted-false"], subjects, folder=mine)
+    planned = plan_trials(["planted-false"], subjects, claims_folder=mine)
     expected = [f"planted-false--model-{subject.identity[:8]}" for subject in subjects]
     assert [each.name for each in planned] == expected
 
@@ -216,10 +220,13 @@ def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: P
         ({"seconds": {}}, r"subjects of 'a' is \[\], but it must hold"),
         ({"seconds": {"simulation": 1, "modle": 2}}, "unknown subject of 'a' 'modle': did you mean 'model'?"),
         ({"seconds": {"model": 0}}, "seconds is 0, but it must be"),
-        ({"defaults": (3,)}, r"default_subjects of 'a' is \(3,\), but it must hold Subjects"),
-        ({"defaults": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
+        ({"default_subjects": (3,)}, r"default_subjects of 'a' is \(3,\), but it must hold Subjects"),
         (
-            {"subjects": ("model",), "compares": True, "defaults": (Subject("A"),)},
+            {"default_subjects": (Subject("A"),)},
+            "subject of claim 'a' is A, but this claim can be tried on a simulation only",
+        ),
+        (
+            {"subjects": ("model",), "compares_models": True, "default_subjects": (Subject("A"),)},
             "default_subjects of 'a' holds 1 subjects, but a comparison needs 2",
         ),
     ],

@@ -18,7 +18,7 @@ from helmscope.models.subject import Subject
 from helmscope.observe import measurement_names
 from support.model_families import inputs_of, tiny_model
 
-SMALL = ("measure", "A", "--texts-count", "3", "--tokens", "8", "--out", "run")
+SMALL = ("measure", "A", "--text-count", "3", "--tokens", "8", "--out", "run")
 
 
 def test_a_run_matches_the_library(helmscope, tmp_path):

@@ -163,18 +163,18 @@ def test_error_of_merging_near_tokens_is_of_the_order_of_the_tolerance():
 )
 def test_a_cluster_without_a_mean_direction_is_refused_by_name(x, tolerance):
     """Tokens around the whole circle, chained into one cluster, sum to 0 or to the rounding of it."""
-    with pytest.raises(HelmscopeError, match="tolerance"):
+    with pytest.raises(HelmscopeError, match="radius"):
         merge_tokens(x, tolerance)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: merge_tokens(tokens(3, 3), -0.1), ["tolerance", "-0.1"]),
-        (lambda: merge_tokens(tokens(3, 3), math.nan), ["tolerance", "nan"]),
-        (lambda: merge_tokens(tokens(3, 3), math.inf), ["tolerance", "inf"]),
-        (lambda: merge_tokens(tokens(3, 3), "near"), ["tolerance", "near"]),
-        (lambda: merge_tokens(tokens(3, 3), True), ["tolerance", "True"]),
+        (lambda: merge_tokens(tokens(3, 3), -0.1), ["radius", "-0.1"]),
+        (lambda: merge_tokens(tokens(3, 3), math.nan), ["radius", "nan"]),
+        (lambda: merge_tokens(tokens(3, 3), math.inf), ["radius", "inf"]),
+        (lambda: merge_tokens(tokens(3, 3), "near"), ["radius", "near"]),
+        (lambda: merge_tokens(tokens(3, 3), True), ["radius", "True"]),
         (lambda: merge_tokens(2 * tokens(3, 3), 0.1), ["x ", "norm 2"]),
         (lambda: merge_tokens([[1.0, 0.0]], 0.1), ["x ", "list"]),
         (lambda: merge_tokens(tokens(3, 3), 0.1, weights=torch.ones(2)), ["weights", "(2,)"]),

@@ -110,7 +110,7 @@ phases = st.builds(
 fields_of_trials = {
     "claims": st.lists(words, max_size=4),
     "quick": st.booleans(),
-    "folder": paths,
+    "claims_folder": paths,
     "models": st.lists(st.sampled_from(["A", "B", "tied", "a folder"]), min_size=1, max_size=3),
     "texts": paths,
     "other": paths,

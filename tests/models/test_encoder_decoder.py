@@ -363,7 +363,7 @@ def test_what_is_not_there_is_refused():
     recording = record(tiny_model("bart"), pair_inputs())
     with pytest.raises(HelmscopeError, match="encoder is a Recording of another model or of other texts"):
         recording.under(encoder=record(tiny_model("bart"), pair_inputs()).encoder)
-    with pytest.raises(HelmscopeError, match=r"system has 3 layers of 2 sub-steps of .* the model has 3 of 3"):
+    with pytest.raises(HelmscopeError, match=r"source has 3 layers of 2 sub-steps of .* the model has 3 of 3"):
         recording.under(Patch([1], site=Site.INPUT, source=recording.encoder))
     with pytest.raises(HelmscopeError, match="depth is 10, but this recording has depths 0 to 9"):
         recording.stream(depth=10)

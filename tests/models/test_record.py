@@ -530,7 +530,7 @@ def test_what_doctor_reads_is_not_obeyed_by_the_terminal(tmp_path, capsys, monke
 
     folder = tmp_path / "\x1b[2Jmodel\u202e"
     tiny_model("gpt2").save_pretrained(folder)
-    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--texts-count", "2", "--tokens", "8"])
+    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--text-count", "2", "--tokens", "8"])
     with pytest.raises(SystemExit):
         main()
     out = capsys.readouterr().out
@@ -546,7 +546,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 
     tiny_model("gpt2").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--texts-count", "10", "--tokens", "16"]
+        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--text-count", "10", "--tokens", "16"]
     )
     with pytest.raises(SystemExit) as left:
         main()

@@ -81,5 +81,5 @@ def test_bad_arguments():
         matched_flow_times(path, turning([[[0.0, 0.0, 1.0]]]))
     with pytest.raises(HelmscopeError, match=r"flow starts up to 0\.1 radians"):
         matched_flow_times(path, turning([[[0.0, 0.1]]]))
-    with pytest.raises(HelmscopeError, match="trajectory is a str"):
+    with pytest.raises(HelmscopeError, match="system is a str"):
         arc_length("A")

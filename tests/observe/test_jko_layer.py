@@ -288,6 +288,6 @@ def test_refusals_are_sentences() -> None:
 
 def test_copies_of_a_text_span_few_directions_and_identical_tokens_none() -> None:
     copies = jko_layer(hs.record(small_model(1), torch.full((6, 5), 3)))  # 4 positions span 3 directions
-    assert np.isfinite(copies.share.values).all()
+    assert np.isfinite(copies.gap_closed_share.values).all()
     with pytest.raises(hs.HelmscopeError, match="all tokens of the cloud are the same"):
         jko_layer(hs.record(small_model(1), torch.full((6, 2), 3)))

@@ -198,7 +198,7 @@ def test_the_loss_without_each_head_by_hand():
         one = hs.models.parse_head(name)
         assert some.sel(**one).equals(seen.sel(**one))
     assert np.isnan(some.loss.sel(layer=2, head=3)).all()
-    assert np.isfinite(hs.reduce_replicates(some).increase_low.sel(layer=0, head=3))
+    assert np.isfinite(hs.reduce_replicates(some).loss_increase_low.sel(layer=0, head=3))
     assert hs.plot(some).axes
     heading = hs.plot(seen).get_suptitle().splitlines()[0]
     assert heading == f"{recording.origin.title}: loss with one head ablated at a time"

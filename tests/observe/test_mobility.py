@@ -175,7 +175,7 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
         for parameter in model.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
     recording = hs.record(model, IDS)
-    exact = attention_surface_divergence(recording, probes=2, per_token=True)
+    exact = attention_surface_divergence(recording, random_signs=2, per_token=True)
     found = {}
 
     class Divergences(_Mobility):

@@ -172,7 +172,7 @@ def test_bad_input():
         attention_sinks(recording, first_query=-1)
     with pytest.raises(HelmscopeError, match=r"first_query is 1\.5, but"):
         AttentionSinks(first_query=1.5)
-    with pytest.raises(HelmscopeError, match="recording has 1 prompt, but constancy over them needs at least 2"):
+    with pytest.raises(HelmscopeError, match="system has 1 prompt, but constancy over them needs at least 2"):
         sink_constancy(recording)
     with pytest.raises(HelmscopeError, match="system is int, but it must be a System"):
         attention_sinks(3)

@@ -253,7 +253,7 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
         lambda seen: hs.track(seen, order=hs.order_parameter),
     ):
         assert observe(run).identical(observe(run.trajectory))
-        with pytest.raises(hs.HelmscopeError, match=r"^trajectory is a Tensor, but it must be"):
+        with pytest.raises(hs.HelmscopeError, match=r"^system is a Tensor, but it must be"):
             observe(run.states)
 
 

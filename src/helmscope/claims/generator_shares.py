@@ -169,7 +169,7 @@ class BlockShares:
         'The share of the drift runs from 0.6 (block 0) to 0.6 (block 0), with the second moment from ...'
         """
         sentences = [
-            f"The share of the drift runs from {self.span('share')}, with the second moment from "
+            f"The share of the drift runs from {self.span('explained_share')}, with the second moment from "
             f"{self.span('explained_share_second_moment')}; permuted updates have {self.span('explained_share_null')}."
         ]
         if self.median("splitting_defect") is not None:
@@ -184,6 +184,6 @@ class BlockShares:
             )
         if silent.blocks("explained_share"):
             sentences.append(
-                f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('share')}."
+                f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('explained_share')}."
             )
         return " ".join(sentences)

@@ -59,7 +59,7 @@ def _original_command(run: RunSummary) -> Sequence[str]:
     if ours or not (run.path / SPEC).is_file():
         return run.command
     try:
-        runs_code = read_spec(run.path).fields.get("folder") is not None
+        runs_code = read_spec(run.path).fields.get("claims_folder") is not None
     except HelmscopeError:
         return run.command
     return run.command if runs_code else ("helmscope", "run")

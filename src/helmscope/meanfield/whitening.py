@@ -200,7 +200,7 @@ def _check_matrices(stiffness: object, diffusion: object) -> tuple[Tensor, Tenso
             f"diffusion has shape {tuple(covariance.shape)}, but it must have that of stiffness, {tuple(s.shape)}"
         )
     if not bool((covariance - covariance.mT).abs().max() <= 1e-12 * covariance.abs().max()):
-        raise HelmscopeError("sigma is not symmetric, but a diffusion matrix must be")
+        raise HelmscopeError("diffusion is not symmetric, but a diffusion matrix must be")
     values, vectors = torch.linalg.eigh(covariance)
     if not (float(values[0]) >= -SINGULAR * float(values[-1]) and float(values[-1]) > 0):
         raise HelmscopeError(

@@ -25,7 +25,7 @@ STABLE = 0.9  # of the largest tau for which the step has a minimum
 NOTHING = 1e-9  # of the size of a cloud: a smaller gap is rounding
 ROUNDING = 1e-12  # of the squared length of the mean: a smaller variance is 0
 VARIES = 1e-10  # of the largest variance: smaller ones are 0
-PARTS = ("share", "objective_input", "objective_output", "objective_minimizer")
+PARTS = ("gap_closed_share", "objective_input", "objective_output", "objective_minimizer")
 
 
 class _Minimum(NamedTuple):

@@ -157,7 +157,7 @@ def axis_name(value: xr.DataArray | xr.Dataset, dim: Any) -> str:
     """The long_name of an axis, or its name with spaces; with its units, if it has any.
 
     >>> import xarray as xr
-    >>> axis_name(xr.DataArray([1.0], dims="half"), "half")
+    >>> axis_name(xr.DataArray([1.0], dims="half_step"), "half_step")
     'half step'
     >>> axis_name(xr.DataArray([1.0], {"depth": ("depth", [0], {"units": "half-layers"})}), "depth")
     'depth (half-layers)'

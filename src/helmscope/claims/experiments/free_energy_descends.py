@@ -22,7 +22,8 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import evolve
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.meanfield.free_energy import free_energy, free_energy_as_printed
-from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
+from helmscope.observe.free_energy import free_energy_along_depth
+from helmscope.observe.measure import unsupported_measurements
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _of_model(case: TrialCase) -> Finding:
     if prompts.too_few:
         return Finding.inconclusive(prompts.too_few)
     recording = case.subject.recording_of(prompts.texts)
-    refused = free_energy_unsupported(recording)
+    refused = unsupported_measurements(recording)[free_energy_along_depth.__name__]
     if refused is not None:
         return Finding.impossible(refused)
     tokens = case.constant("tokens")
