@@ -184,6 +184,7 @@ class BlockShares:
             )
         if silent.blocks("explained_share"):
             sentences.append(
-                f"Where blocks write nothing, norms alone move tokens, and the drift explains {silent.span('explained_share')}."
+                "Where blocks write nothing, norms alone move tokens, and the drift explains "
+                f"{silent.span('explained_share')}."
             )
         return " ".join(sentences)
