@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from helmscope.claims.entry import parse_entry
-from helmscope.claims.evidence import Inconclusive, Replicates
+from helmscope.claims.evidence import Inconclusive, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import combine, judge
-from helmscope.claims.prompts import ChosenPrompts, choose_prompts
+from helmscope.claims.prompts import ChosenPrompts, choose_prompts, prompts_or_finding
 from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import run_trial
 from helmscope.models.bundled_models import held_out_texts, story_texts
@@ -99,11 +99,29 @@ def test_prompts_of_all_trials_have_distinct_first_tokens(
         raise HelmscopeError("far enough")
 
     monkeypatch.setattr(Subject, "recording_of", stop)
+    monkeypatch.setattr(Subject, "unmet_premise", lambda self, *parts, **needs: None)  # which records a few texts
     with pytest.raises(HelmscopeError, match="far enough"):
         run_trial(claim, quick=True, subject=Subject(model))
     (rows,) = recorded
     start = next(k for k in range(32) if len({row[k] for row in rows}) > 1)
     assert len(rows) == len({row[start] for row in rows}) == 32
+
+
+def test_the_opening_of_a_trial_on_a_model() -> None:
+    """A missing part comes before too few texts, and prompts are those of ``ChosenPrompts``."""
+    few, encoder = Subject("A", story_texts()[:3]), Subject("tied", story_texts()[:3])
+    found = {
+        "encoder": prompts_or_finding(registered_case("small-steps", subject=encoder), causal=True, gap=1),
+        "few": prompts_or_finding(registered_case("small-steps", subject=few), "trajectory", gap=1),
+    }
+    assert all(isinstance(each, Finding) for each in found.values())
+    assert isinstance(found["encoder"].evidence, PremiseImpossible)  # type: ignore[union-attr]
+    assert isinstance(found["few"].evidence, Inconclusive)  # type: ignore[union-attr]
+    with pytest.raises(HelmscopeError, match="trajectori"):
+        prompts_or_finding(registered_case("small-steps", subject=few), "trajectori", gap=1)
+    case = registered_case("residual-flow", quick=True, subject=Subject("A"))
+    chosen = prompts_or_finding(case, "trajectory", "force", mlp=True, head=True, causal=True, length=32)
+    assert chosen == ChosenPrompts.of(case, length=32)
 
 
 ENTRY = """

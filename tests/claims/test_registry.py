@@ -85,7 +85,7 @@ def test_an_experiment_reads_every_constant_of_its_entry(claim: str) -> None:
         code += inspect.getsource(Factorial.of)
     if "AttentionTrial.of(case)" in code:
         code += inspect.getsource(AttentionTrial.of)
-    if "Factorial.of(case)" in code or "ChosenPrompts.of(case" in code:
+    if "Factorial.of(case)" in code or "ChosenPrompts.of(case" in code or "prompts_or_finding(" in code:
         code += inspect.getsource(ChosenPrompts.of)
     entry = read_catalogue()[claim]
     only_simulated = SubjectKind.MODEL in entry.decided and SubjectKind.MODEL not in experiments()[claim].subject_kinds

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import ReplicatesInSomeCase as ReplicatesInSomeCase
     from helmscope.claims.finding import Finding as Finding
     from helmscope.claims.prompts import ChosenPrompts as ChosenPrompts
+    from helmscope.claims.prompts import prompts_or_finding as prompts_or_finding
     from helmscope.claims.reading import read_catalogue as read_catalogue
     from helmscope.claims.registry import TrialCase as TrialCase
     from helmscope.claims.registry import experiment as experiment

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from helmscope.claims.finding import Finding
 from helmscope.types import pluralized
 
 if TYPE_CHECKING:
@@ -88,6 +89,38 @@ class ChosenPrompts:
         '2 prompts with 1 distinct first token'
         """
         return f"{pluralized(len(self.texts), 'prompt')} with {pluralized(self.first_tokens, 'distinct first token')}"
+
+
+def prompts_or_finding(
+    case: TrialCase,
+    *parts: str,
+    causal: bool = False,
+    mlp: bool = False,
+    head: bool = False,
+    length: int | None = None,
+    gap: int | None = None,
+) -> ChosenPrompts | Finding:
+    """The prompts of a trial on a model, or its Finding if there can be no evidence: an impossible premise if the model
+    lacks what the claim needs, inconclusive if it has too few different texts.
+
+    ``parts``, ``causal``, ``mlp`` and ``head`` are those of ``Subject.unmet_premise``, ``length`` and ``gap`` those of
+    ``ChosenPrompts.of``. An experiment starts with it and returns the Finding, if it is one; later it passes
+    ``shortage=prompts.alike`` to its own. Raises HelmscopeError for an unknown part.
+
+    >>> from helmscope.claims.registry import registered_case
+    >>> from helmscope.models.subject import Subject
+    >>> case = registered_case("small-steps", quick=True, subject=Subject("A"))
+    >>> len(prompts_or_finding(case, "trajectory", mlp=True, gap=1))
+    32
+    >>> case = registered_case("small-steps", subject=Subject("A", ["Once upon a time there was a cat."]))
+    >>> prompts_or_finding(case, "trajectory", gap=1).evidence.reason
+    'the claim needs 32 different texts, each with two different tokens ..., but A has 1 among its 1 text'
+    """
+    unmet = case.subject.unmet_premise(*parts, causal=causal, mlp=mlp, head=head)
+    if unmet is not None:
+        return Finding.impossible(unmet)
+    prompts = ChosenPrompts.of(case, length=length, gap=gap)
+    return Finding.inconclusive(prompts.too_few) if prompts.too_few else prompts
 
 
 def choose_prompts(

@@ -138,15 +138,10 @@ def _on_model(case: TrialCase) -> Finding:
         return Finding.impossible(missing)
     recording = case.subject.recording_of(prompts)
     contexts, where = contexts_of(case.subject)
-    count, least = case.count(256, quick=64), case.constant("least_groups")
-    try:
-        groups = context_groups(recording, contexts, groups=count, seed=case.seed)
-    except HelmscopeError as error:
-        return Finding.impossible(str(error))
-    if len(groups) < least:
-        return Finding.impossible(
-            f"the claim needs {least} groups of the same word at the same position, but {where} have {len(groups)}"
-        )
+    count = case.count(256, quick=64)
+    groups = _groups(case, recording, contexts, where, count)
+    if isinstance(groups, Finding):
+        return groups
     measured = context_noise(groups, seed=case.seed)
     if bool(measured.slope.isnull().all()):
         return Finding.impossible("Sigma_A of layer 0 is 0: all values are the same")
@@ -157,8 +152,6 @@ def _on_model(case: TrialCase) -> Finding:
             for twin in case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts[:2])
         ]
     )
-
-    means = {name: float(values.mean()) for name, values in measured.data_vars.items()}
     described = _described(measured, sampled, twins)
     described["variance of the cloud after attention over that before"] = over_prompts(_growth(recording))
     data = curve(
@@ -183,14 +176,37 @@ def _on_model(case: TrialCase) -> Finding:
         },
         described=described,
         data=data,
-        remark=f"The diffusivity over contexts is {means['nu_context']:.2g}, that of sampling one key "
+        remark=_remark(measured),
+        setting=f"model {case.subject.name}, layer 0, {len(groups)} groups of the same word at the same position with "
+        f"{float(measured.contexts.mean()):.0f} contexts on average, from {where}; tangent space of the state, "
+        "writes over its length",
+    )
+
+
+def _groups(
+    case: TrialCase, recording: Recording, contexts: np.ndarray, where: str, count: int
+) -> list[ContextGroup] | Finding:
+    """The groups of equal word and position, or that the contexts have none, or too few."""
+    try:
+        groups = context_groups(recording, contexts, groups=count, seed=case.seed)
+    except HelmscopeError as error:
+        return Finding.impossible(str(error))
+    least = case.constant("least_groups")
+    if len(groups) < least:
+        return Finding.impossible(
+            f"the claim needs {least} groups of the same word at the same position, but {where} have {len(groups)}"
+        )
+    return groups
+
+
+def _remark(measured: xr.Dataset) -> str:
+    means = {name: float(values.mean()) for name, values in measured.data_vars.items()}
+    return (
+        f"The diffusivity over contexts is {means['nu_context']:.2g}, that of sampling one key "
         f"{means['nu_token_sampling']:.2g} and that of random values {means['nu_random_values']:.2g}, with "
         f"{means['effective_keys']:.1f} effective keys; {means['cross_head_share']:.0%} of the covariance is between "
         f"heads and {means['cross_token_share']:.0%} between keys; increments are {means['normal_distance']:.3f} from "
-        f"normal on random directions, normal samples {means['normal_distance_null']:.3f}.",
-        setting=f"model {case.subject.name}, layer 0, {len(groups)} groups of the same word at the same position with "
-        f"{means['contexts']:.0f} contexts on average, from {where}; tangent space of the state, "
-        "writes over its length",
+        f"normal on random directions, normal samples {means['normal_distance_null']:.3f}."
     )
 
 

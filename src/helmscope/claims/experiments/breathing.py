@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
@@ -61,12 +61,9 @@ def breathing(case: TrialCase) -> Finding:
 
     Controls are planted clouds of the same number of points and blocks that write nothing.
     """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", length=case.constant("tokens"))
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     neighbors = case.constant("neighbors")
     measured = token_dimension(recording, neighbors=neighbors, progress=False)

@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import AT_REST, StepSizes, silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
@@ -87,12 +87,9 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
     Controls are clouds that shrink towards their mean from depth to depth, or grow, or grow only after they have shrunk
     below their start, and blocks that write nothing.
     """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     path, seed = _path(recording), case.seed_for(0)
     own = EntropyCurve.of(path, seed)

@@ -9,7 +9,7 @@ import numpy as np
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.rank_correlation import jackknife_values, rank_correlation, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
@@ -37,12 +37,11 @@ def early_fragile(case: TrialCase) -> Finding:
     Described: zero and mean ablation, half-layers, the loss, what later layers repair, the first prompts' values of
     untrained twins, and the held-out error of a change-point in the logarithm of the damage over that of a trend.
     """
-    unmet = case.subject.unmet_premise("lens", "resume", "trajectory", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(
+        case, "lens", "resume", "trajectory", causal=True, head=True, length=case.constant("tokens")
+    )
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     layers = _layers(case, recording)
     if len(layers) < case.constant("least_layers"):

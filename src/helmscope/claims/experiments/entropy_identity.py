@@ -12,7 +12,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import WrittenByMlp
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.noise import DivergenceForm, Ito, StateNoise, Stratonovich
@@ -146,12 +146,9 @@ def _of_model(case: TrialCase) -> Finding:
     recorded radius r of each token, or N(z + f(x)) after the norm of a post-norm block: the least-squares slope over
     the half-steps, one per prompt, from the same sampled tokens of it.
     """
-    unmet = case.subject.unmet_premise("trajectory", "force", mlp=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "force", mlp=True, gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     refused = entropy_change_unsupported(recording) or _too_few_layers(recording)
     if refused is not None:

@@ -13,7 +13,7 @@ from helmscope.claims.circle_functions import GivenDrift, derivative, harmonic_s
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.noise import IsotropicNoise
@@ -185,12 +185,9 @@ def _of_model(case: TrialCase) -> Finding:
     Real attention is deterministic: nu is how fast directions would diffuse if each head drew one key, and an attention
     half-step is judged in the landscape U of the MLP that follows it.
     """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere", "kernel", "replay", "force", mlp=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", "kernel", "replay", "force", mlp=True, gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     refused = unsupported_measurements(recording)[free_energy_along_depth.__name__]
     if refused is not None:

@@ -12,7 +12,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.generator_shares import NOTHING_MOVES, BlockShares
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.fields.attention import SA
@@ -116,12 +116,9 @@ def generator_in_simulation(case: TrialCase) -> Finding:
 
 def generator_on_model(case: TrialCase) -> Finding:
     """The finding of generator on a model."""
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     options = {
         "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),

@@ -9,7 +9,7 @@ import numpy as np
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
@@ -34,12 +34,9 @@ def gradient_shaped(case: TrialCase) -> Finding:
 
     The gradient is that of the summed loss of the prompt, through all later layers and positions.
     """
-    unmet = case.subject.unmet_premise("lens", "resume", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "lens", "resume", causal=True, head=True, length=case.constant("tokens"))
+    if isinstance(prompts, Finding):
+        return prompts
     deciding = float(case.constant("deciding_scale"))
     scales = [deciding, FULL_WRITE] if case.quick else case.constant("scales")
     recording = case.subject.recording_of(prompts.texts)

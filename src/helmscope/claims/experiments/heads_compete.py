@@ -10,7 +10,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import AbsoluteDifference, Inconclusive, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.rank_correlation import rank_correlation
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
@@ -31,12 +31,11 @@ def heads_compete(case: TrialCase) -> Finding:
     are means over prompts, and the replicates are matched pairs. Described: both ratios, untrained twins, and the rank
     correlation over heads of the damage with the rank of the kernel.
     """
-    unmet = case.subject.unmet_premise("kernel", "replay", "lens", "resume", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(
+        case, "kernel", "replay", "lens", "resume", causal=True, head=True, length=case.constant("tokens")
+    )
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     hidden = [layer for layer in recording.layers if recording.anatomy.layers[layer].heads is None]
     if hidden or not recording.anatomy.tapped:

@@ -8,7 +8,7 @@ import numpy as np
 
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
@@ -34,12 +34,9 @@ def key_norm(case: TrialCase) -> Finding:
     """KL of the next-token distribution with all keys changed over that with all queries changed, at strengths at which
     both move the logits equally; one ratio per prompt. The full changes of both sides are described as printed.
     """
-    unmet = case.subject.unmet_premise("lens", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
+    if isinstance(prompts, Finding):
+        return prompts
     few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
     try:
         _matched(case, few, CHANGES)

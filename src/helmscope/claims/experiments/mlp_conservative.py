@@ -13,7 +13,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import NOTHING_WRITTEN, MlpShares, half_steps
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.fields.hodge_jacobian import jacobian_split
@@ -46,12 +46,9 @@ def mlp_conservative(case: TrialCase) -> Finding:
     weights as printed; the share of |f|^2 that no potential of a stated basis explains on other prompts, an upper bound
     on the swirl of the L2(rho) projection; the share of tokens at which the trace of the Jacobian is positive.
     """
-    unmet = case.subject.unmet_premise("force", mlp=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "force", mlp=True, gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     refused = recording.unsupported_reason(MlpJacobian())
     if refused is not None:

@@ -10,7 +10,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.mlp_shares import WrittenByMlp, half_steps
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
@@ -33,12 +33,9 @@ def mlp_projects(case: TrialCase) -> Finding:
     perturbations along it, over the MLP half-steps, their geometric mean; one value per prompt. The defect of
     idempotence is described, and tested at every half-step as the source prints it.
     """
-    unmet = case.subject.unmet_premise("trajectory", "force", mlp=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "force", mlp=True, length=case.constant("tokens"))
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     refused = cloud_unsupported(recording)
     if refused is not None:

@@ -10,7 +10,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
@@ -36,12 +36,9 @@ def probe_metric(case: TrialCase) -> Finding:
     """KL of the next-token distribution under noise on the keys over that under noise on the queries, in all layers at
     once: the ratio of the means over draws, one per prompt. The matched form decides; the others are described.
     """
-    unmet = case.subject.unmet_premise("lens", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
+    if isinstance(prompts, Finding):
+        return prompts
     refused = _unsupported(case.subject.recording_of(prompts.texts[:SILENT_PROMPTS]))
     if refused is not None:
         return Finding.impossible(refused)

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import IdentityErrors, PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -119,9 +119,9 @@ def _on_model(case: TrialCase) -> Finding:
     In a pre-norm model f reads only the direction of x, so that f(m) is what the model writes when it is resumed with
     the direction of m. A control resumes it with the direction of x: f is unchanged and the defect is rounding.
     """
-    prompts = ChosenPrompts.of(case, length=case.constant("length"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, length=case.constant("length"))
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     if any(layer.wiring.kind.value != "sequential" for layer in recording.anatomy.layers):
         return Finding.impossible(

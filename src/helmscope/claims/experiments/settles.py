@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.fields.attention import SA
@@ -156,9 +156,9 @@ def _looped(case: TrialCase) -> Finding:
         return Finding.impossible("only a model with one tied block can be called more often than it was trained with")
     loops, length = case.constant("loops"), case.constant("length")
     subject = case.subject.looped(loops)
-    prompts = ChosenPrompts.of(case, length=length)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, length=length)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = subject.recording_of(prompts.texts)
     arm = Arm(AttentionMode.OFF, mlp=False)
     silent = recording.under(*arm.edits(recording))

@@ -9,7 +9,7 @@ import numpy as np
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Inconclusive, PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
@@ -33,12 +33,11 @@ def sharp_unstable(case: TrialCase) -> Finding:
     at the input of several layers; its geometric mean over them, one value per prompt. Described: the same with equal
     norms at every token, and the damage of sharper over that of more diffuse attention.
     """
-    unmet = case.subject.unmet_premise("lens", "resume", "kernel", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(
+        case, "lens", "resume", "kernel", causal=True, head=True, length=case.constant("tokens")
+    )
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     layers = spaced_layers(recording, case.count(case.constant("layers"), quick=case.constant("layers_quick")))
     damage = _damage(recording, case, layers, "low", "high", "high again")

@@ -11,7 +11,7 @@ import numpy as np
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.rank_correlation import LARGEST, LARGEST_Z, jackknife_values
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
@@ -38,12 +38,11 @@ def sinks_are_anchors(case: TrialCase) -> Finding:
     Described: weights, norms, cosines with bias and common mean left in, and the damage of replacing what other queries
     retrieve from the sinks. Without a sink the weight of the best head is the reason why the premise is impossible.
     """
-    unmet = case.subject.unmet_premise("kernel", "replay", "lens", "resume", causal=True, head=True)
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, length=case.constant("tokens"))
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(
+        case, "kernel", "replay", "lens", "resume", causal=True, head=True, length=case.constant("tokens")
+    )
+    if isinstance(prompts, Finding):
+        return prompts
     ids = np.array(prompts.texts)  # rows of as many tokens each
     shared = int((ids != ids[0]).any(0).argmax())  # tokens with which all prompts begin
     rows = ids[:, shared:].tolist()

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import StepSizes, silenced
 from helmscope.claims.twin_contrast import TwinContrast
@@ -33,12 +33,9 @@ def small_steps(case: TrialCase) -> Finding:
     arc length, which maps depth to time, the cosine of successive steps after parallel transport, and untrained twins
     are described.
     """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     sizes = StepSizes.of(recording)
     silent = StepSizes.of(silenced(recording))

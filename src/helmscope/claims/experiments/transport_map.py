@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
-from helmscope.claims.prompts import ChosenPrompts
+from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
@@ -42,12 +42,9 @@ def transport_map(case: TrialCase) -> Finding:
     the distances between tokens is optimal whatever it is, so the size of steps relative to them is described, too,
     and where the ratio is 1, how far the tokens leave Brenier's potential undetermined.
     """
-    unmet = case.subject.unmet_premise("trajectory", "on_sphere")
-    if unmet is not None:
-        return Finding.impossible(unmet)
-    prompts = ChosenPrompts.of(case, gap=1)
-    if prompts.too_few:
-        return Finding.inconclusive(prompts.too_few)
+    prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
+    if isinstance(prompts, Finding):
+        return prompts
     recording = case.subject.recording_of(prompts.texts)
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value
