@@ -20,6 +20,7 @@ from helmscope.fields.jacobian_algebra import JacobianAlgebra, JacobianInvariant
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
 from helmscope.fields.norms import LayerNorm, UnitNorm
 from helmscope.observe.token_choice import taken
+from helmscope.observe.track import row_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -143,7 +144,8 @@ class SplitWeights:
 class Neurons:
     """The values of the neurons at tokens: ``written``, which w_out multiplies, their slopes in the order of
     ``jacobian_algebra``, psi(z) and, if gated, Psi(z) and t; psi is None if there is none. They do not depend on the
-    coordinates. In float32 they have the accuracy of ``Activation.chain``.
+    coordinates. In float32 they have the accuracy of ``Activation.chain``. ``preactivations`` are z and, if gated, t;
+    None for other neurons.
 
     >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).written
     tensor([[0., 0.]])
@@ -154,22 +156,30 @@ class Neurons:
     psi: Float[Tensor, "*batch hidden"] | None = None
     double_psi: Float[Tensor, "*batch hidden"] | None = None
     t: Float[Tensor, "*batch hidden"] | None = None
+    preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None
 
     @staticmethod
-    def of(mlp: Force, x: Float[Tensor, "*batch d"]) -> Neurons:
-        """The values at tokens x. Raises HelmscopeError if the activation has no psi (gated: or Psi).
+    def of(
+        mlp: Force, x: Float[Tensor, "*batch d"], preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None
+    ) -> Neurons:
+        """The values at tokens x, from the ``preactivations`` if they are known. Raises HelmscopeError if the
+        activation has no psi (gated: or Psi).
 
         >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).psi
         tensor([[0., 0.]])
         """
+        if not isinstance(mlp, MLP | GatedMLP):
+            return Neurons(mlp.neurons(x), slopes_of(mlp, x))
+        if preactivations is None:
+            preactivations = tuple(
+                affine(x, rows, bias) for rows, bias in zip(mlp.input_rows, input_biases(mlp), strict=True)
+            )
         if isinstance(mlp, MLP):
-            slope, value, psi = mlp.activation.chain(affine(x, mlp.w_in, mlp.b_in))
-            return Neurons(value, slope, psi)
-        if isinstance(mlp, GatedMLP):
-            z, t = affine(x, mlp.w_gate, mlp.b_gate), affine(x, mlp.w_up, mlp.b_up)
-            slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
-            return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t)
-        return Neurons(mlp.neurons(x), slopes_of(mlp, x))
+            slope, value, psi = mlp.activation.chain(preactivations[0])
+            return Neurons(value, slope, psi, preactivations=preactivations)
+        z, t = preactivations
+        slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
+        return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t, preactivations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,26 +195,60 @@ class PreparedMLP:
     algebra: JacobianAlgebra
     harmonic: Float[Tensor, " d"]
 
-    def at(self, x: Float[Tensor, "*batch d"], sample: Int[Tensor, "*batch m"] | None = None) -> Parts:
+    def at(
+        self,
+        x: Float[Tensor, "*batch d"],
+        sample: Int[Tensor, "*batch m"] | None = None,
+        *,
+        preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None,
+        force: Float[Tensor, "*batch d"] | None = None,
+    ) -> Parts:
         """All parts at unit vectors x; with a ``sample``, indices of tokens, the invariants of the Jacobian beyond its
-        trace at these tokens only.
+        trace at these tokens only. ``preactivations`` and ``force`` are those at x if they are known.
 
         >>> prepare_mlp(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).at(torch.zeros(1, 2)).harmonic
         tensor([[0., 0.]])
         """
-        values = Neurons.of(self.mlp, x)
-        force, gradients = self._writes(values)
+        blocks = row_blocks(len(x), x[0].numel() // x.shape[-1] * len(self.algebra.rows)) if x.ndim > 2 else [slice(None)]
+        rows = []
+        for block in blocks:
+            known = None if preactivations is None else tuple(each[block] for each in preactivations)
+            chosen = None if sample is None else sample[block]
+            rows.append(self._block(x[block], chosen, known, None if force is None else force[block]))
+        joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        force = joined["force"]
         splits = {}
         for name, weights in self.weights.items():
-            gradient = gradients[name]
-            splits[name] = Split(weights.potential(values), gradient, force - gradient - self.harmonic)
-        jacobian, radial = self._jacobian(values.slopes, x, sample)
-        return Parts(
-            force, self.harmonic.expand_as(force), splits, jacobian, radial, (values.slopes * self._ones).sum(-1)
-        )
+            place = self._place(weights)
+            gradient = joined[f"gradient {place}"]
+            splits[name] = Split(joined[f"potential {place}"], gradient, force - gradient - self.harmonic)
+        found, radial = self.algebra.invariants(joined["slopes"]), joined["radial"]
+
+        def spread(values: Tensor) -> Tensor:
+            return values if sample is None else torch.full_like(joined["trace"], torch.nan).scatter(-1, sample, values)
+
+        jacobian = JacobianInvariants(joined["trace"], spread(found.trace_of_square), spread(found.squared_norm))
+        return Parts(force, self.harmonic.expand_as(force), splits, jacobian, spread(radial), joined["mean_slope"])
+
+    def _block(
+        self, x: Tensor, sample: Tensor | None, preactivations: tuple[Tensor, ...] | None, force: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Everything that needs the neurons of some systems, with their slopes at the sampled tokens."""
+        values = Neurons.of(self.mlp, x, preactivations)
+        force, gradients = self._writes(values, force)
+        found = {"force": force}
+        for place, weights in enumerate(self._distinct):
+            found |= {f"potential {place}": weights.potential(values), f"gradient {place}": gradients[place]}
+        found["trace"] = (values.slopes * self.algebra.diagonal).sum(-1)
+        found["mean_slope"] = (values.slopes * self._ones).sum(-1)
+        slopes, known, points = values.slopes, values.preactivations, x
+        if sample is not None:
+            slopes, points = taken(slopes, sample), taken(x, sample)
+            known = None if known is None else tuple(taken(z, sample) for z in known)
+        return found | {"slopes": slopes, "radial": self._radial(slopes, points, known)}
 
     @cached_property
-    def _ones(self) -> Tensor:
+    def _ones(self) -> Float[Tensor, " neurons"]:
         """The products of these with the slopes add up to 1^T J 1 / d."""
         return self.algebra.rows.sum(-1) * self.algebra.columns.sum(0) / len(self.algebra.columns)
 
@@ -219,37 +263,46 @@ class PreparedMLP:
         return torch.cat([self.mlp.w_out.to(self.harmonic).mT, *(each.along for each in self._distinct)], 1)
 
     @cached_property
+    def _gradients_along(self) -> Float[Tensor, "hidden k"]:
+        """The same without f."""
+        return self._along[:, len(self.harmonic) :].contiguous()
+
+    @cached_property
     def _across(self) -> Float[Tensor, "hidden k"] | None:
         parts = [each.across for each in self._distinct if each.across is not None]
         return torch.cat(parts, 1) if parts else None
 
-    def _writes(self, values: Neurons) -> tuple[Tensor, dict[str, Tensor]]:
-        """f, and grad U by coordinates."""
-        force, *gradients = torch.split(linear(values.written, self._along), len(self.harmonic), -1)
+    def _place(self, weights: SplitWeights) -> int:
+        """The place of the weights of some coordinates among the distinct ones."""
+        return [id(each) for each in self._distinct].index(id(weights))
+
+    def _writes(self, values: Neurons, known: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """f, unless it is known, and grad U with each of the distinct weights."""
+        d = len(self.harmonic)
+        if known is None:
+            force, *gradients = torch.split(linear(values.written, self._along), d, -1)
+            force = force if self.mlp.b_out is None else force + self.mlp.b_out.to(force)
+        else:
+            force, gradients = known, []
+            if self._distinct:
+                gradients = list(torch.split(linear(values.written, self._gradients_along), d, -1))
         if self._across is not None:
             assert values.psi is not None
-            more = torch.split(linear(values.psi, self._across), len(self.harmonic), -1)
+            more = torch.split(linear(values.psi, self._across), d, -1)
             gradients = [gradient + own for gradient, own in zip(gradients, more, strict=True)]
-        if self.mlp.b_out is not None:
-            force = force + self.mlp.b_out.to(force)
-        order = [id(each) for each in self._distinct]
-        return force, {name: gradients[order.index(id(weights))] for name, weights in self.weights.items()}
+        return force, gradients
 
-    def _jacobian(self, slopes: Tensor, x: Tensor, sample: Tensor | None) -> tuple[JacobianInvariants, Tensor]:
-        """The invariants of J and x^T J x."""
-        if sample is None:
-            return self.algebra.invariants(slopes), self.algebra.radial(slopes, x)
-        some, points = taken(slopes, sample), taken(x, sample)
-        found = self.algebra.invariants(some)
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_full(x.shape[:-1], torch.nan).scatter(-1, sample, values)
-
-        trace = (slopes * self.algebra.diagonal).sum(-1)
-        return (
-            JacobianInvariants(trace, spread(found.trace_of_square), spread(found.squared_norm)),
-            spread(self.algebra.radial(some, points)),
-        )
+    def _radial(self, slopes: Tensor, x: Tensor, preactivations: tuple[Tensor, ...] | None) -> Tensor:
+        """x^T J x, in which the products of the rows with x are the preactivations without biases."""
+        if preactivations is None:
+            return self.algebra.radial(slopes, x)
+        read = [
+            z if bias is None else z - bias.to(z)
+            for z, bias in zip(preactivations, input_biases(self.mlp), strict=True)
+        ]
+        written = linear(x, self.mlp.w_out.to(x))
+        products = [part * written for part in read]
+        return (slopes * torch.cat(products, -1)).sum(-1)
 
 
 def prepare_mlp(
@@ -273,6 +326,15 @@ def prepare_mlp(
     live = torch.stack([rows.to(like).any(-1) for rows in force.input_rows]).any(0)
     harmonic = affine(torch.where(live, 0.0, force.neurons(zero)), force.w_out, force.b_out)
     return PreparedMLP(force, weights, jacobian_algebra(force, like=like), harmonic)
+
+
+def input_biases(mlp: Force) -> tuple[Float[Tensor, " hidden"] | None, ...]:
+    """The biases that are added to each of ``mlp.input_rows``: (b_in,), or (b_gate, b_up).
+
+    >>> input_biases(MLP(w_in=torch.eye(2), w_out=torch.eye(2)))
+    (None,)
+    """
+    return (mlp.b_in,) if isinstance(mlp, MLP) else (mlp.b_gate, mlp.b_up)  # type: ignore[attr-defined]
 
 
 def is_centered(norm: Norm | None) -> bool:
