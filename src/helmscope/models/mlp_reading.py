@@ -97,9 +97,7 @@ def _first_matrices(calls: list[ModuleCall], last: ModuleCall, dim: int) -> list
     return same[-2:]
 
 
-def _fit_force(
-    firsts: list[ModuleCall], last: ModuleCall, known: list[Activation]
-) -> tuple[Force, MlpModules] | None:
+def _fit_force(firsts: list[ModuleCall], last: ModuleCall, known: list[Activation]) -> tuple[Force, MlpModules] | None:
     """The field whose hidden activations equal the input of the last matrix, and its modules; None if there is none."""
     w_out, b_out = affine_of(last.module)
     assert last.input is not None

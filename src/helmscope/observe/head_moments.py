@@ -104,7 +104,7 @@ class HeadMoments:
 
     ``drift`` is |T W_O m|; ``sampling`` tr(T Cov_A T) and ``random`` tr(T Cov_B T) are the traces of the covariances of
     modes A and B *without* their factor 1/2, and ``sampling_ambient`` that of mode A without the projector.
-    ``total_drift`` (rows, n) is the length of the tangential part of the whole write, biases included.
+    ``moved`` (rows, n, d) is the tangential part of the whole write, biases included.
     """
 
     spaces: TangentSpaces
@@ -112,7 +112,7 @@ class HeadMoments:
     sampling: Float[Tensor, "rows heads n"]
     sampling_ambient: Float[Tensor, "rows heads n"]
     random: Float[Tensor, "rows heads n"]
-    total_drift: Float[Tensor, "rows n"]
+    moved: Float[Tensor, "rows n d"]
     has_heads: bool
 
     @classmethod
@@ -131,11 +131,17 @@ class HeadMoments:
             _KNOWN[tensors] = _moments(context, tensors)
         return _KNOWN[tensors]
 
+    @property
+    def total_drift(self) -> Float[Tensor, "rows n"]:
+        """The length of ``moved``."""
+        length: Tensor = torch.linalg.vector_norm(self.moved, dim=-1)
+        return length
+
     def dropped_heads(self, values: Float[Tensor, "rows heads ..."]) -> Tensor:
         """Values without their axis of heads for a simulated field of a single head, else unchanged.
 
         >>> one = torch.ones(1, 1, 2)
-        >>> HeadMoments(None, one, one, one, one, one[0], False).dropped_heads(one).shape
+        >>> HeadMoments(None, one, one, one, one, one, False).dropped_heads(one).shape
         torch.Size([1, 2])
         """
         return values if self.has_heads else values.squeeze(1)
@@ -192,7 +198,6 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
     random_floor = rounding * size + rounding**2 * unmoved * sums.square_mass.sqrt()
     write = tensors.write
     assert write is not None
-    length = torch.linalg.vector_norm(spaces.project(write), dim=-1)
 
     def scaled(trace: Tensor, floor: Tensor) -> Tensor:
         """A trace over |y|^2; 0 where it is rounding, as for equal values and rows of entropy 0."""
@@ -204,7 +209,7 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
         scaled(tangent, floor),
         scaled(ambient, floor),
         scaled(random, random_floor),
-        length / spaces.radius,
+        spaces.project(write) / spaces.radius.unsqueeze(-1),
         tensors.kernel is not None and tensors.kernel.ndim == 4,
     )
 
@@ -229,7 +234,7 @@ def _drift_lengths(spaces: TangentSpaces, sums: _KernelSums, output: Tensor) -> 
     radial = (tangential < RADIAL * squares).nonzero(as_tuple=True)
     if len(radial[0]):
         rows, heads, tokens = radial
-        for head in heads.unique().tolist():
+        for head in sorted(set(heads.tolist())):
             chosen = rows[heads == head], tokens[heads == head]
             written = mean[:, head][chosen] @ output[head].mT
             # W_O m of centered output matrices has mean 0 over coordinates already

@@ -49,8 +49,8 @@ class Split:
 class Parts:
     """What an MLP does at each token: ``force``, ``harmonic`` (a part of it), ``splits`` by coordinates (empty if the
     neurons have no potential), the invariants of its ``jacobian`` in the unit-sphere coordinates, x^T J x
-    (``radial_slope``) and, where ``centered``, the trace of the part of J that acts along (1, ..., 1). At tokens that
-    were not sampled, all of the Jacobian but its traces is NaN.
+    (``radial_slope``) and 1^T J 1 / d (``mean_slope``), the trace of the part of J that acts along (1, ..., 1). At
+    tokens that were not sampled, all of the Jacobian but its traces is NaN.
 
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     >>> prepare_mlp(turn).at(torch.eye(2)).splits["unit_sphere"].potential
@@ -160,7 +160,9 @@ class Neurons:
 
     @staticmethod
     def of(
-        mlp: Force, x: Float[Tensor, "*batch d"], preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None
+        mlp: Force,
+        x: Float[Tensor, "*batch d"],
+        preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None,
     ) -> Neurons:
         """The values at tokens x, from the ``preactivations`` if they are known. Raises HelmscopeError if the
         activation has no psi (gated: or Psi).
@@ -180,6 +182,22 @@ class Neurons:
         z, t = preactivations
         slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
         return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t, preactivations)
+
+    def of_jacobian(self, sample: Int[Tensor, "rows m"] | None) -> dict[str, Float[Tensor, "rows m neurons"]]:
+        """The values that the Jacobian needs, at sampled tokens: ``slopes`` and, if known, ``preactivations``, side by
+        side.
+
+        >>> values = Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 3, 2))
+        >>> values.of_jacobian(torch.tensor([[2]]))["slopes"]
+        tensor([[[0.5000, 0.5000]]])
+        """
+        found = {"slopes": [self.slopes]}
+        if self.preactivations is not None:
+            found["preactivations"] = list(self.preactivations)
+        chosen = {
+            name: parts if sample is None else [taken(part, sample) for part in parts] for name, parts in found.items()
+        }
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts, -1) for name, parts in chosen.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,43 +227,44 @@ class PreparedMLP:
         >>> prepare_mlp(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).at(torch.zeros(1, 2)).harmonic
         tensor([[0., 0.]])
         """
-        blocks = row_blocks(len(x), x[0].numel() // x.shape[-1] * len(self.algebra.rows)) if x.ndim > 2 else [slice(None)]
+        size = x[0].numel() // x.shape[-1] * len(self.algebra.rows)
         rows = []
-        for block in blocks:
+        for block in row_blocks(len(x), size) if x.ndim > 2 else [slice(None)]:
             known = None if preactivations is None else tuple(each[block] for each in preactivations)
-            chosen = None if sample is None else sample[block]
-            rows.append(self._block(x[block], chosen, known, None if force is None else force[block]))
+            values = Neurons.of(self.mlp, x[block], known)
+            rows.append(self._block(values, x[block], None if force is None else force[block]))
+            rows[-1] |= values.of_jacobian(None if sample is None else sample[block])
         joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        force = joined["force"]
+        places = [id(each) for each in self._distinct]
         splits = {}
         for name, weights in self.weights.items():
-            place = self._place(weights)
-            gradient = joined[f"gradient {place}"]
-            splits[name] = Split(joined[f"potential {place}"], gradient, force - gradient - self.harmonic)
-        found, radial = self.algebra.invariants(joined["slopes"]), joined["radial"]
+            place = places.index(id(weights))
+            splits[name] = Split(*(joined[f"{part} {place}"] for part in ("potential", "gradient", "swirl")))
+        found = self.algebra.invariants(joined["slopes"])
+        radial = self._radial(joined, x if sample is None else taken(x, sample))
 
         def spread(values: Tensor) -> Tensor:
             return values if sample is None else torch.full_like(joined["trace"], torch.nan).scatter(-1, sample, values)
 
         jacobian = JacobianInvariants(joined["trace"], spread(found.trace_of_square), spread(found.squared_norm))
-        return Parts(force, self.harmonic.expand_as(force), splits, jacobian, spread(radial), joined["mean_slope"])
+        harmonic = self.harmonic.expand_as(joined["force"])
+        return Parts(joined["force"], harmonic, splits, jacobian, spread(radial), joined["mean_slope"])
 
-    def _block(
-        self, x: Tensor, sample: Tensor | None, preactivations: tuple[Tensor, ...] | None, force: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Everything that needs the neurons of some systems, with their slopes at the sampled tokens."""
-        values = Neurons.of(self.mlp, x, preactivations)
-        force, gradients = self._writes(values, force)
-        found = {"force": force}
-        for place, weights in enumerate(self._distinct):
-            found |= {f"potential {place}": weights.potential(values), f"gradient {place}": gradients[place]}
-        found["trace"] = (values.slopes * self.algebra.diagonal).sum(-1)
-        found["mean_slope"] = (values.slopes * self._ones).sum(-1)
-        slopes, known, points = values.slopes, values.preactivations, x
-        if sample is not None:
-            slopes, points = taken(slopes, sample), taken(x, sample)
-            known = None if known is None else tuple(taken(z, sample) for z in known)
-        return found | {"slopes": slopes, "radial": self._radial(slopes, points, known)}
+    def _block(self, values: Neurons, x: Tensor, force: Tensor | None) -> dict[str, Tensor]:
+        """What is needed at every token of some systems."""
+        if force is None:
+            force = linear(values.written, self.mlp.w_out.to(x).mT)
+            force = force if self.mlp.b_out is None else force + self.mlp.b_out.to(x)
+        found = {
+            "force": force,
+            "trace": (values.slopes * self.algebra.diagonal).sum(-1),
+            "mean_slope": (values.slopes * self._ones).sum(-1),
+        }
+        own = force - self.harmonic
+        for place, (weights, gradient) in enumerate(zip(self._distinct, self._gradients(values), strict=True)):
+            found[f"potential {place}"] = weights.potential(values)
+            found |= {f"gradient {place}": gradient, f"swirl {place}": own - gradient}
+        return found
 
     @cached_property
     def _ones(self) -> Float[Tensor, " neurons"]:
@@ -259,50 +278,37 @@ class PreparedMLP:
 
     @cached_property
     def _along(self) -> Float[Tensor, "hidden k"]:
-        """What f and grad U in both coordinates multiply by the neurons, side by side."""
-        return torch.cat([self.mlp.w_out.to(self.harmonic).mT, *(each.along for each in self._distinct)], 1)
-
-    @cached_property
-    def _gradients_along(self) -> Float[Tensor, "hidden k"]:
-        """The same without f."""
-        return self._along[:, len(self.harmonic) :].contiguous()
+        """What grad U in both coordinates multiplies by the neurons, side by side."""
+        return torch.cat([each.along for each in self._distinct], 1)
 
     @cached_property
     def _across(self) -> Float[Tensor, "hidden k"] | None:
         parts = [each.across for each in self._distinct if each.across is not None]
         return torch.cat(parts, 1) if parts else None
 
-    def _place(self, weights: SplitWeights) -> int:
-        """The place of the weights of some coordinates among the distinct ones."""
-        return [id(each) for each in self._distinct].index(id(weights))
-
-    def _writes(self, values: Neurons, known: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """f, unless it is known, and grad U with each of the distinct weights."""
-        d = len(self.harmonic)
-        if known is None:
-            force, *gradients = torch.split(linear(values.written, self._along), d, -1)
-            force = force if self.mlp.b_out is None else force + self.mlp.b_out.to(force)
-        else:
-            force, gradients = known, []
-            if self._distinct:
-                gradients = list(torch.split(linear(values.written, self._gradients_along), d, -1))
+    def _gradients(self, values: Neurons) -> list[Tensor]:
+        """grad U with each of the distinct weights."""
+        if not self._distinct:
+            return []
+        gradients = linear(values.written, self._along)
         if self._across is not None:
             assert values.psi is not None
-            more = torch.split(linear(values.psi, self._across), d, -1)
-            gradients = [gradient + own for gradient, own in zip(gradients, more, strict=True)]
-        return force, gradients
+            gradients = gradients + linear(values.psi, self._across)
+        return list(torch.split(gradients, len(self.harmonic), -1))
 
-    def _radial(self, slopes: Tensor, x: Tensor, preactivations: tuple[Tensor, ...] | None) -> Tensor:
+    def _radial(self, values: dict[str, Tensor], x: Tensor) -> Tensor:
         """x^T J x, in which the products of the rows with x are the preactivations without biases."""
-        if preactivations is None:
-            return self.algebra.radial(slopes, x)
-        read = [
-            z if bias is None else z - bias.to(z)
-            for z, bias in zip(preactivations, input_biases(self.mlp), strict=True)
-        ]
+        if "preactivations" not in values:
+            return self.algebra.radial(values["slopes"], x)
         written = linear(x, self.mlp.w_out.to(x))
-        products = [part * written for part in read]
-        return (slopes * torch.cat(products, -1)).sum(-1)
+        products = values["slopes"] * (values["preactivations"] - self._biases)
+        return torch.stack([(part * written).sum(-1) for part in torch.split(products, written.shape[-1], -1)]).sum(0)
+
+    @cached_property
+    def _biases(self) -> Float[Tensor, " neurons"]:
+        """What is added to the products of ``algebra.rows`` with x."""
+        zero = torch.zeros_like(self.algebra.rows[: self.mlp.hidden, 0])
+        return torch.cat([zero if bias is None else bias.to(zero) for bias in input_biases(self.mlp)])
 
 
 def prepare_mlp(
