@@ -33,7 +33,7 @@ CLOUD = ("arm", "depth", "prompt")
 # dimensions after "step", rounding of the stored values (small against their standard deviation over prompts), label
 VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
     "aligned_pair_share": (("arm", "depth", "level", "prompt"), 2e-4, "share of inner products above a level"),
-    "inner_product": (CLOUD, 1e-3, "mean inner product of two tokens"),
+    "mean_inner_product": (CLOUD, 1e-3, "mean inner product of two tokens"),
     "participation_ratio": (CLOUD, 0.05, "effective rank of the tokens, participation ratio"),
     "effective_rank": (CLOUD, 0.5, "effective rank of the tokens, exponential of an entropy"),
     "collapse_residual_frobenius": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),

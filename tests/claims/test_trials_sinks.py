@@ -22,7 +22,7 @@ from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.observe.sinks import TokenValues
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.types import Ruling
 
 S, R, IMPOSSIBLE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.IMPOSSIBLE
@@ -95,7 +95,7 @@ def test_cosine_and_share_are_those_of_loops(monkeypatch):
     assert mean_over_pairs(unit, range(9)) == pytest.approx(np.mean(cosines), rel=1e-12)
     assert np.arctanh(sinks.cosine().values) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     left, total = np.zeros(9), np.zeros(9)
-    first, second = halves(9, seed=3)
+    first, second = random_halves(9, seed=3)
     for k in range(9):
         fit = second if k in first else first
         left[k] = ((values[k, 0] - values[fit, 0].mean(0)) ** 2).sum()

@@ -380,11 +380,11 @@ def test_check_tokens_raises_unless_given_a_finite_nonzero_cloud(x, sentence, no
     assert str(caught.value) == f"tokens {sentence}"
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 2e-6), (F32, 1e-4)])
-def test_check_tokens_raises_for_tokens_off_the_sphere_unless_it_normalizes(dtype, tolerance):
-    for accepted in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
+@pytest.mark.parametrize(("dtype", "tol"), [(F64, 2e-6), (F32, 1e-4)])
+def test_check_tokens_raises_for_tokens_off_the_sphere_unless_it_normalizes(dtype, tol):
+    for accepted in (1 - 0.99 * tol, 1 + 0.99 * tol):
         assert sphere.check_tokens(x := changed([accepted, 0.0, 0.0], dtype)) is x
-    for rejected in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
+    for rejected in (1 - 1.02 * tol, 1 + 1.02 * tol, 2.5):
         x = changed([rejected, 0.0, 0.0], dtype)
         with pytest.raises(HelmscopeError) as caught:
             sphere.check_tokens(x)

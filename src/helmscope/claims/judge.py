@@ -82,7 +82,7 @@ def judge(
     controls = _judge_controls(entry, finding, subject_kind, experiment)
     premises = [condition.name for condition in entry.conditions_on(subject_kind) if condition.premise]
     ruling = combine(conditions, controls, premises)
-    if finding.shortage:
+    if finding.undecided_because:
         ruling = Ruling.INCONCLUSIVE
         conditions = tuple(_left_open(condition) for condition in conditions)
     printed = _judge_printed(entry, finding)
@@ -236,8 +236,8 @@ def _sentences(
     """What is lacking; failed controls; each condition by name, with its interval and basis; the remark; what the
     source prints.
     """
-    if finding.shortage:
-        yield f"Nothing is decided: {finding.shortage}."
+    if finding.undecided_because:
+        yield f"Nothing is decided: {finding.undecided_because}."
     failed = [control for control in controls if not control.as_expected]
     if failed:
         failures = [f"{control.name}: {control.ruling.value}, expected {control.expectation}" for control in failed]
@@ -249,7 +249,7 @@ def _sentences(
         yield f"{heading}: {measured}{condition.basis}."
         if condition.ruling is Ruling.INCONCLUSIVE and condition.replicates_needed is not None:
             yield f"About {condition.replicates_needed:,} replicates would decide it."
-        elif condition.ruling is Ruling.INCONCLUSIVE and not finding.shortage:
+        elif condition.ruling is Ruling.INCONCLUSIVE and not finding.undecided_because:
             yield "No number of replicates is known that would decide it."
     if few_replicates:
         yield f"Fewer than {FEW_REPLICATES} replicates: the interval assumes that they are normally distributed."

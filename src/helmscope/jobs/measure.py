@@ -151,7 +151,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         )
 
     def estimate(self) -> Estimate:
-        """Estimate the time on one core, in forwards of the model that each measurement takes, and the memory."""
+        """Estimate the time on one core, in forward passes of the model that each measurement takes, and the memory."""
         from helmscope.jobs.cost import measurement_cost
 
         return measurement_cost(self)

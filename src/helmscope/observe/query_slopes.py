@@ -100,8 +100,8 @@ def simulated_slopes(
 
 
 class RecordedSlopes(Observer):
-    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward with derivatives that also
-    feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
+    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward pass with derivatives that
+    also feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
     """
 
     needs_all_layers = True
@@ -171,7 +171,7 @@ class RecordedSlopes(Observer):
 
 
 class _Detached(InstrumentFeed):
-    """Feeds an instrument during a forward with derivatives, without them."""
+    """Feeds an instrument during a forward pass with derivatives, without them."""
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         super().state(site, layer, value.detach())

@@ -35,7 +35,7 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
     if attributes is None or variables is None:
         raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be a result of overview()")
-    missing = {"delta", "radius", "beta"} - set(attributes)
+    missing = {"delta", "max_angle", "beta"} - set(attributes)
     if missing or "inner_product_histogram" not in variables:
         raise HelmscopeError(
             f"measurement lacks {sorted(missing) or 'inner_product_histogram'}, but it must be a result of overview()"
@@ -68,7 +68,7 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
         measurement,
         singles,
         "cluster_count",
-        f"clusters at radius {measurement.attrs['radius']:g}",
+        f"clusters within an angle of {measurement.attrs['max_angle']:g}",
         COLORS[2],
     )
     _curve(clusters, measurement, singles, "effective_rank", "effective rank (entropy)", COLORS[4])

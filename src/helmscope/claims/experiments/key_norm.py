@@ -37,12 +37,12 @@ def key_norm(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
+    few = case.subject.record(prompts.texts[:SILENT_PROMPTS])
     try:
         _matched(case, few, CHANGES)
     except HelmscopeError as error:
         return Finding.impossible(str(error))
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     ratios = _ratios(recording, _matched(case, recording, CHANGES))
     if not all(np.isfinite(ratio).all() for ratio in ratios.values()):
         return Finding.impossible(NO_DAMAGE)
@@ -62,7 +62,7 @@ def key_norm(case: TrialCase) -> Finding:
         described=described | _as_printed(case, recording),
         remark=_remark(case, contrasts),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
@@ -104,7 +104,7 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
 
 def _gauge(case: TrialCase, texts: tuple[object, ...]) -> Evidence:
     """The ratios of normalized sides after the gauge over those before it, on some of the prompts."""
-    recording = case.subject.recording_of(texts)
+    recording = case.subject.record(texts)
     gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
     after, before = (_ratios(each, _matched(case, each, ("normalized",)))["normalized"] for each in (gauged, recording))
     return Replicates(after / before, "prompts")
