@@ -45,7 +45,7 @@ def history(folder: Path) -> xr.Dataset:
     data["training_loss"] = (
         "evaluation_step",
         [row[1] for row in curve],
-        {"long_name": "mean loss since the last look, nats"},
+        {"long_name": "mean training loss since the previous evaluation, nats"},
     )
     data["validation_loss"] = ("evaluation_step", [row[2] for row in curve], {"long_name": "validation loss, nats"})
     return data.assign_coords(

@@ -109,7 +109,7 @@ def history(folder: Path, texts: list[int], tokens: dict[str, Any]) -> Any:
         "pairs": f"tokens of one prompt with different ids, at least {APART} positions apart",
         "arms": "attention alone: every MLP writes 0; MLP alone: attention writes 0; neither: both write 0",
         "depth_axis": "half-layers: 0 the first block's input, 2l + 1 after attention of layer l, 2l + 2 after its MLP",
-        "swirl": JACOBIAN,
+        "antisymmetric_share": JACOBIAN,
         "arithmetic": "float32 forward, float64 measures; training in bfloat16 autocast",
         "torch": facts["torch"],
         "device": facts["device"],
