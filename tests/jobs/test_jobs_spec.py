@@ -273,7 +273,7 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
     assert far == (
         "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for a claim of your "
-        "own pass its folder: folder=, or --from"
+        "own pass `claims_folder=` (on the command line `--from`)"
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
     assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")

@@ -204,8 +204,11 @@ def test_coverage_of_the_exact_interval() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: two_nn(uniform(7, 2)), "points have 7 distinct ones that count, but a dimension needs at least 8"),
-        (lambda: two_nn(torch.ones(30, 2)), "points have 1 distinct ones"),
+        (
+            lambda: two_nn(uniform(7, 2)),
+            "only 7 points are distinct and have positive weight, but a",
+        ),
+        (lambda: two_nn(torch.ones(30, 2)), "only 1 point is distinct and has positive weight, but"),
         (lambda: two_nn(uniform(30, 2)[None]), r"points have shape \(1, 30, 2\), but they must be one cloud, \(n, d\)"),
         (lambda: two_nn(uniform(30, 2), torch.arange(30.0)), "weights are 1 to 29, but nearest neighbors need equal"),
         (lambda: two_nn(torch.cartesian_prod(*[torch.arange(4.0)] * 2)), "two equally near neighbors each"),

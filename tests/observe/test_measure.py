@@ -99,7 +99,15 @@ def test_replicates_are_kept_until_they_are_reduced():
     ("call", "said"),
     [
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
-        (lambda: hs.measure(RUN, hs.observe.KernelStatistics), "instruments holds KernelStatistics"),
+        (lambda: hs.measure(RUN, hs.observe.KernelStatistics), r"instruments\[0\] is the class KernelStatistics, but"),
+        (
+            lambda: hs.measure(RUN, hs.observe.KernelStatistics(), hs.mlp_force),
+            r"instruments\[1\] is a function: pass `MlpForce\(\)`, or only=\['mlp_force'\]",
+        ),
+        (
+            lambda: hs.measure(RUN, hs.observe.depth_steps),
+            r"instruments\[0\] is a function: pass only=\['depth_steps'\]",
+        ),
         (
             lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0]), only=["kernel_statistics"]),
             "attention fields only",

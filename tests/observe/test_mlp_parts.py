@@ -81,7 +81,8 @@ def test_both_coordinates_and_the_sphere_of_the_norm(mlp, norm):
             mean = sum(row[name].item() for row in rows) / 3
             assert seen[name][0, system].item() == pytest.approx(mean, rel=1e-11, abs=1e-12), name
     assert seen.attrs["tangent_dimension"] == str(D - 2 if centered else D - 1)
-    assert seen.gradient_length_unit_sphere.attrs["long_name"] == "|grad U| (norm folded in: unit sphere)"
+    label = "length |grad U| of the MLP's gradient part (norm folded in: unit sphere)"
+    assert seen.gradient_length_unit_sphere.attrs["long_name"] == label
     assert abs(seen.potential_unit_sphere - seen.potential_mlp_input).max() > 1e-3
 
 

@@ -401,7 +401,7 @@ def test_what_is_no_verdict_or_no_measurement_is_refused_with_one_sentence(monke
     bare = xr.Dataset({"energy": 1.0}, attrs={"n": 2})
     for seen, data, message in (
         (None, NOTHING, r"^verdict is a NoneType, but it must be a Verdict$"),
-        (verdict(0, 1), None, "dataset is a NoneType"),
+        (verdict(0, 1), None, "measurement is a NoneType"),
         (verdict(0, 1), bare, "'energy' has neither"),
         (
             verdict(0, 1),

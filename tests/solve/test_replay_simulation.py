@@ -177,8 +177,8 @@ class Plain(hs.Instrument):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda run: run.replay(Plain), "instruments holds Plain, but each must be an Instrument object"),
-        (lambda run: run.replay("entropy"), "instruments holds str, but each must be an Instrument object"),
+        (lambda run: run.replay(Plain), r"instruments\[0\] is the class Plain, but it must be an Instrument"),
+        (lambda run: run.replay("entropy"), r"instruments\[0\] is a str, but it must be an Instrument"),
         (lambda run: run.replay(Plain(), Plain()), "instruments holds 2 named 'plain', but each needs its own name"),
         (lambda run: run.replay(Plain()), "instrument plain kept nothing"),
         (lambda run: run.replay(Everything(ATTENTION), batch_size=0), "batch_size is 0"),

@@ -71,7 +71,12 @@ class Finding:
         return cls(evidence=Inconclusive(reason), setting=setting)
 
     def __post_init__(self) -> None:
-        _check_field_types(self, evidence=Evidence | Mapping, controls=Mapping, described=Mapping)
+        if isinstance(self.evidence, type) or not isinstance(self.evidence, Evidence | Mapping):
+            raise HelmscopeError(
+                f"evidence is {type_with_article(self.evidence)}, but it must be evidence such as Count(...), or a "
+                "mapping of names to evidence"
+            )
+        _check_field_types(self, controls=Mapping, described=Mapping)
         _check_field_types(
             self, printed=Evidence | None, remark=str, setting=str, undecided_because=str, attachments=tuple
         )

@@ -149,7 +149,7 @@ def _assess_conditions(
     evidence = finding.evidence
     if not isinstance(evidence, Mapping):
         evidence = {condition.name: evidence for condition in conditions[:1]}
-    _check_names(f"{experiment} returned the conditions", entry, [each.name for each in conditions], evidence)
+    _check_names(f"{experiment} returned", "conditions", entry, [each.name for each in conditions], evidence)
     assessed = [(condition, evidence[condition.name].weigh(condition.region)) for condition in conditions]
     return [
         (condition, _as_premise(condition, assessment) if condition.premise else assessment)
@@ -175,7 +175,7 @@ def _few_replicates(assessed: Sequence[tuple[Condition, Assessment]]) -> bool:
 
 def _judge_controls(entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str) -> tuple[Control, ...]:
     cases = entry.controls_on(subject_kind)
-    _check_names(f"{experiment} returned the controls", entry, [case.name for case in cases], finding.controls)
+    _check_names(f"{experiment} returned", "controls", entry, [case.name for case in cases], finding.controls)
     controls = []
     for case in cases:
         region = control_region(entry, case, subject_kind)
@@ -216,13 +216,14 @@ def _judge_printed(entry: Entry, finding: Finding) -> PrintedStatement | None:
     return PrintedStatement(form.text, form.place, Judgment(form.judgment), form.reason, measured, interval, region)
 
 
-def _check_names(returned: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
+def _check_names(returned: str, kind: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
     """Raise HelmscopeError unless the experiment returned exactly the conditions, or controls, of the entry."""
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
-        names, expected = (", ".join(f"'{name}'" for name in each) or "none" for each in (given, wanted))
-        raise HelmscopeError(f"{returned} {names}, but {entry.id}.toml has {expected}")
+        names, expected = (", ".join(f"'{name}'" for name in each) for each in (given, wanted))
+        found = f"the {kind} {names}" if given else f"no {kind}"
+        raise HelmscopeError(f"{returned} {found}, but {entry.id}.toml names {expected or 'none'}")
 
 
 def _sentences(

@@ -54,7 +54,9 @@ def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
         if claims_folder is not None or "did you mean" in str(error):
             raise
         listed = "(helmscope claims list, hs.claims.read_catalogue())"
-        raise HelmscopeError(f"{error} {listed}; for a claim of your own pass its folder: folder=, or --from") from None
+        raise HelmscopeError(
+            f"{error} {listed}; for a claim of your own pass `claims_folder=` (on the command line `--from`)"
+        ) from None
 
 
 def entry(id: str) -> Entry:

@@ -322,10 +322,11 @@ def registered(claim: str, claims_folder: str | Path | None = None) -> Registere
         raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id, such as 'rate'")
     check_claim(claim, claims_folder)
     chosen = experiments(claims_folder).get(claim)
+    if chosen is None and claims_folder is None:
+        raise HelmscopeError(f"claim '{claim}' has no experiment yet: `helmscope claims list` shows which can be tried")
     if chosen is None:
-        where = "" if claims_folder is None else f" in {claims_folder}"
         raise HelmscopeError(
-            f"{claim}.toml{where} has no experiment: no function is decorated with @experiment('{claim}')"
+            f"{claim}.toml in {claims_folder} has no experiment: no function is decorated with @experiment('{claim}')"
         )
     return chosen
 

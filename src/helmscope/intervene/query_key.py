@@ -7,8 +7,9 @@ therefore leave the model as it is, but not the size of its queries and keys:
     gauge:  q -> c q,  k -> k / c           shift:  k_j -> k_j + u  for all keys j of a head.
 
 Noise of one sigma on queries and on keys, as [Additive transport] prints it, depends on the gauge: the ratio of the two
-divergences grows as c^4 where they are quadratic in sigma. Two fair forms are noise relative to keys centered over the
-text, which no shift changes, and query noise that moves each attention row as much as given key noise does.
+divergences grows as c^4 where they are quadratic in sigma. Two kinds of noise compare them fairly: noise relative to
+keys centered over the text, which no shift changes, and query noise that moves each attention row as much as given key
+noise does.
 
 At the sites of queries and keys the rotary phases, if any, have already been applied.
 """

@@ -20,7 +20,15 @@ from helmscope.models.replay import replay, unsupported_reason
 from helmscope.models.sites import AbstractEdit
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    Plottable,
+    Trajectory,
+    pluralized,
+    record_first,
+    short_repr,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -430,8 +438,10 @@ def check_recording(recording: object) -> Recording:
     >>> check_recording("A")
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording
+    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording: record a model first, hs.record('A')
     """
     if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        raise HelmscopeError(
+            f"recording is {type_with_article(recording)}, but it must be a Recording{record_first(recording)}"
+        )
     return recording

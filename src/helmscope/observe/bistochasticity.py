@@ -6,7 +6,7 @@ stochastic kernel nearest to P in relative entropy; ``balance_kl`` is the mean o
     KL(P_i || B_i) = sum_j P_ij log(P_ij / B_ij),    0 if and only if P is doubly stochastic.
 
 The only causal kernel that is doubly stochastic is the identity [Helmholtz Transformer, no. 11]: a causal kernel has no
-balanced form, and its divergence is NaN. Its yardstick is the causal-uniform kernel P_ij = 1/i (j <= i, counted from
+balanced form, and its divergence is NaN. Its reference is the causal-uniform kernel P_ij = 1/i (j <= i, counted from
 1), whose column sums are sum_{i >= j} 1/i: 5.4 for the first of 128 tokens.
 """
 
@@ -122,7 +122,7 @@ class Bistochasticity(Instrument):
     the tokens of a prompt.
 
     ``balance_kl`` is NaN for causal kernels, for which no balanced kernel exists, and where ``max_iterations`` do not
-    reach ``tol``; no other value is invented. ``column_sum_deviation_causal_uniform`` is the yardstick of causal
+    reach ``tol``; no other value is invented. ``column_sum_deviation_causal_uniform`` is the reference value of causal
     kernels: the RMS deviation from 1 of the column sums of the causal-uniform kernel of as many tokens.
 
     The cost is that of a few linear systems of n unknowns for every head, layer and prompt, for full attention only.
@@ -162,7 +162,7 @@ class Bistochasticity(Instrument):
             {"balance_kl": token_mean(divergence, weights).clamp(min=0)},
             axes=() if heads is None else ("head",),
         )
-        self.keep(context, {"column_sum_deviation_causal_uniform": _yardstick(kernel, context.visible)})
+        self.keep(context, {"column_sum_deviation_causal_uniform": _causal_uniform_deviation(kernel, context.visible)})
 
     def result(self) -> xr.Dataset:
         """The divergences of every head (if there are several), layer and replicate."""
@@ -180,7 +180,7 @@ def bistochasticity(system: System, *, tol: float = 1e-9) -> xr.Dataset:
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def _yardstick(kernel: Tensor, visible: Tensor | None) -> Float[Tensor, " rows"]:
+def _causal_uniform_deviation(kernel: Tensor, visible: Tensor | None) -> Float[Tensor, " rows"]:
     """The RMS deviation of the column sums of the causal-uniform kernel of as many tokens as each text has."""
     rows, n = len(kernel), kernel.shape[-1]
     counts = [n] * rows if visible is None else visible.sum(-1).tolist()

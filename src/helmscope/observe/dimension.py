@@ -204,7 +204,8 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
     cloud = cloud[distinct(cloud)]
     if len(cloud) < MIN_POINTS:
         raise HelmscopeError(
-            f"points have {len(cloud)} distinct ones that count, but a dimension needs at least {MIN_POINTS}"
+            f"only {len(cloud)} {'point is distinct and has' if len(cloud) == 1 else 'points are distinct and have'} "
+            f"positive weight, but a dimension needs at least {MIN_POINTS}"
         )
     return cloud
 

@@ -68,21 +68,21 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 LABELS = {
-    "free_energy_change": "change of F = -nu H - E[U / r] in a step",
-    "entropy_term": "its part -nu Delta H",
-    "potential_term": "its part -E[Delta U / r]",
+    "free_energy_change": "change of the free energy F = -nu H - E[U / r] in a step",
+    "entropy_term": "entropy term -nu Delta H of the change of F",
+    "potential_term": "potential term -E[Delta U / r] of the change of F",
     "entropy_change": "change of the Gaussian entropy in a step (nats)",
     "predicted_free_energy_change": "change of F that nu and U predict",
     "predicted_entropy_change": "change of entropy that nu and U predict (nats)",
-    "gaussian_predicted_free_energy_change": "change of F that they predict with the Gaussian entropy",
-    "gaussian_predicted_entropy_change": "change of the Gaussian entropy that they predict (nats)",
-    "free_energy": "F since the first state, cumulated",
+    "gaussian_predicted_free_energy_change": "change of F that nu and U predict with the Gaussian entropy",
+    "gaussian_predicted_entropy_change": "change of the Gaussian entropy that nu and U predict (nats)",
+    "free_energy": "free energy F since the first state, cumulated",
     "predicted_free_energy": "F that nu and U predict, cumulated",
-    "gaussian_predicted_free_energy": "F that they predict with the Gaussian entropy, cumulated",
+    "gaussian_predicted_free_energy": "F that nu and U predict with the Gaussian entropy, cumulated",
     "entropy": "Gaussian entropy (nats)",
     "predicted_entropy": "entropy that nu and U predict (nats)",
     "gaussian_predicted_entropy": "Gaussian entropy that nu and U predict (nats)",
-    "free_energy_as_printed": "nu Ent + E[U / r] as printed; depends on each layer's constant",
+    "free_energy_as_printed": "free energy nu Ent + E[U / r] as printed; depends on each layer's constant",
     "nu": "diffusivity nu of attention, mode A (squared radians per layer)",
 }
 

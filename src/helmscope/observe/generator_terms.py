@@ -154,10 +154,10 @@ def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
 
 class SamplingTerms(_Terms):
     """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate.
-    ``explained_share_sigma`` has
-    it in place of the second moment, ``explained_share_second_moment_and_sigma`` beside it, as a step with noise would
-    have both, ``sampling_error`` is its mean square over that of the change, and ``order_sigma`` the order in s of the
-    remainder with Sigma_A in place of the second moment.
+
+    ``explained_share_sigma`` has it in place of the second moment, ``explained_share_second_moment_and_sigma`` beside
+    it, as a step with noise would have both, ``sampling_error`` is its mean square over that of the change, and
+    ``order_sigma`` the order in s of the remainder with Sigma_A in place of the second moment.
     """
 
     name = "sampling_terms"

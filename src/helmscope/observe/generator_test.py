@@ -22,9 +22,10 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
         _of_mean           1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of
                            the mean of a probe over the cloud, in which what tokens do in different directions cancels
         _first_state       T the drifts of both halves at the first state: the MLP's write is evaluated there
-        _sigma          T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
+        _sigma             T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
                            the values, as if attention sampled one token
-        _second_moment_and_sigma      Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
+        _second_moment_and_sigma
+                           Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
     sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error

@@ -1,4 +1,4 @@
-"""Fragility of heads: the damage of ablating each head, beside the rank of its kernel, and of ablating two together.
+"""The damage of ablating each head, beside the rank of its kernel, and of ablating two together.
 
 The kinds are those of ``layer_ablation_damage``: the head's output becomes 0, or its mean over the tokens of all
 prompts, or noise of the relative norm r, in a random direction in the range of the head's output matrix, is added to
@@ -125,8 +125,9 @@ def head_ablation_damage(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of ablating each head in each kind: ``kl`` and ``loss_increase``, in nats, along (kind, layer, head,
-    prompt), beside ``effective_keys`` and ``kernel_rank`` of its kernel (``KernelRank``), along (layer, head, prompt).
+    """The damage of ablating each head by each of ``kinds``: ``kl`` and ``loss_increase``, in nats, along (kind, layer,
+    head, prompt), beside ``effective_keys`` and ``kernel_rank`` of its kernel (``KernelRank``), along (layer, head,
+    prompt).
 
     ``layers`` and ``heads`` choose heads as in ``head_ablation_loss``; entries of others are NaN. Null values of the
     damage are 0. Takes one forward pass from its layer on for each head and kind, and one for the kernels. Raises
@@ -180,7 +181,7 @@ class _Ablations:
         self.means = site_means(recording, [Site.HEADS]) if with_means else {}
 
     def of(self, kind: AblationKind, place: Head) -> AbstractEdit:
-        """The edit that ablates a head in a kind."""
+        """The edit that ablates a head."""
         layer, head = place
         if kind is AblationKind.ZERO:
             return AblateHead(layer=layer, head=head)

@@ -1,6 +1,7 @@
-"""Fragility: what the ablation of each layer does to a model's predictions, and how much of it later layers repair.
+"""What the ablation of each layer does to a model's predictions, and how much of it later layers repair.
 
-A half-step writes w and leads from the state x to y = x + w (in a post-norm block, to the norm of that sum). Kinds:
+A half-step writes w and leads from the state x to y = x + w (in a post-norm block, to the norm of that sum). Kinds
+of ablation:
 
     zero    w becomes 0
     mean    w becomes its mean over the tokens of all prompts
@@ -114,7 +115,8 @@ def layer_ablation_damage(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of ablating each layer, or a half-step of it, in each kind: along (part, kind, layer, prompt)
+    """The damage of ablating each layer, or a half-step of it, by each of ``kinds``: along (part, kind, layer,
+    prompt)
 
     - ``kl`` and ``loss_increase``: the KL divergence of the next-token distribution and the increase of the loss, nats;
     - ``relative_change`` and ``last_relative_change``: e_l and e_L, the relative change of the state after the ablated

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 NAMES = {
     "antisymmetric_share_before": "antisymmetric share of the MLP's Jacobian on the range of Sigma_A",
     "antisymmetric_share_after": "antisymmetric share of the MLP's Jacobian, whitened by the mean Sigma_A",
-    "antisymmetric_share_after_null": "the same, whitened by a matrix with random eigenvectors",
+    "antisymmetric_share_after_null": "antisymmetric share of the MLP's Jacobian, whitened with random eigenvectors",
     "antisymmetric_share_change": "change of the antisymmetric share by whitening",
-    "antisymmetric_share_change_null": "the same by a matrix with random eigenvectors",
+    "antisymmetric_share_change_null": "change of the antisymmetric share by whitening with random eigenvectors",
     "variation": "variance of Sigma_A over tokens over the squared norm of its mean",
-    "commutator": "commutator of Hess V and Sigma_A over the product of their norms",
-    "commutator_null": "the same for a Sigma_A with random eigenvectors",
+    "commutator": "commutator of Hess V and Sigma_A, relative to the product of their norms",
+    "commutator_null": "commutator of Hess V and a Sigma_A with random eigenvectors, relative",
     "sigma_rank": "rank of the mean Sigma_A of a prompt",
 }
 SHARES = ("antisymmetric_share_before", "antisymmetric_share_after", "antisymmetric_share_after_null")

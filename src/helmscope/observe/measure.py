@@ -254,6 +254,7 @@ def measure(
     if instruments:
         if only is not None or quick:
             raise HelmscopeError("only and quick apply to all measurements, but instruments are given: omit them")
+        _refuse_functions(instruments)
         return check_system(system).replay(*instruments, progress=progress)
     names, seed = _chosen(system, only), check_seed(seed)
     if not isinstance(quick, bool):
@@ -278,6 +279,15 @@ def measure(
         done += cost
         report(done / total)
     return measured
+
+
+def _refuse_functions(instruments: Sequence[object]) -> None:
+    """Raise HelmscopeError for a function that takes a measurement of its own."""
+    classes = {each.name: f"`{type(each).__name__}()`, or " for each in streaming_instruments()}
+    for k, each in enumerate(instruments):
+        name = getattr(each, "__name__", "")
+        if name in measurement_names():
+            raise HelmscopeError(f"instruments[{k}] is a function: pass {classes.get(name, '')}only=['{name}']")
 
 
 def _chosen(system: System, only: Sequence[str] | None) -> list[str]:

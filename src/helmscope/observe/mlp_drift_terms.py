@@ -1,5 +1,5 @@
-"""An MLP at given tokens, as far as entropies and free energies need it: its potential, and the means that its drift
-b = P f / r enters into.
+"""The parts of an MLP's force at given tokens that entropies and free energies use: its potential, and the terms into
+which its drift b = P f / r enters.
 
 With U the potential of the exact per-neuron split (psi(0) = Psi(0) = 0) in the coordinates of the unit sphere, D the
 dimension of the space of the tokens (d, and d - 1 after a LayerNorm) and P the projection onto the tangent space:

@@ -1,4 +1,4 @@
-"""The action of the MLP on tokens: its drift, its potential, its swirl and the trace of its Jacobian.
+"""The force of the MLP on tokens: its tangential part, its potential, its swirl and the trace of its Jacobian.
 
 For a force f = grad U + R + harmonic ([Helmholtz Transformer, no. 3]; ``helmholtz``) at unit vectors x, with Df = S + A
 its symmetric and antisymmetric parts:
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
 TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evaluated
-AXES = {"unit_sphere": "norm folded in: unit sphere", "mlp_input": "norm not folded in: its output"}
+AXES = {"unit_sphere": "norm folded in: unit sphere", "mlp_input": "norm not folded in: MLP input"}
 LABELS = {
-    "force_length": "length of the MLP's force",
-    "tangential_speed": "length of its tangential part",
-    "radial_force": "its radial part <x, f>",
-    "harmonic_length": "length of its constant part: b_out and constant neurons",
-    "trace": "trace of its Jacobian",
-    "antisymmetric_share": "antisymmetric share of its Jacobian, |A|^2 / |Df|^2",
-    "surface_divergence": "surface divergence of its tangential part",
+    "force_length": "length |f| of the MLP's force",
+    "tangential_speed": "length |P f| of the tangential part of the MLP's force",
+    "radial_force": "radial part <x, f> of the MLP's force",
+    "harmonic_length": "length of the constant part of the MLP's force: b_out and constant neurons",
+    "trace": "trace of the MLP's Jacobian",
+    "antisymmetric_share": "antisymmetric share |A|^2 / |Df|^2 of the MLP's Jacobian",
+    "surface_divergence": "surface divergence of the tangential part of the MLP's force",
     "attention_tangential_speed": "length of the tangential part of what attention writes",
 }
 for _coordinates, _text in AXES.items():
     LABELS |= {
         f"potential_{_coordinates}": f"potential U of the MLP ({_text})",
         f"energy_{_coordinates}": f"energy V = -U of the MLP ({_text})",
-        f"gradient_length_{_coordinates}": f"|grad U| ({_text})",
-        f"swirl_length_{_coordinates}": f"|R|, the algebraic swirl ({_text})",
+        f"gradient_length_{_coordinates}": f"length |grad U| of the MLP's gradient part ({_text})",
+        f"swirl_length_{_coordinates}": f"length |R| of the MLP's algebraic swirl ({_text})",
         f"swirl_fraction_as_printed_{_coordinates}": f"sum |R|^2 / sum |f|^2, as printed ({_text})",
     }
 EXPERT = {f"expert_{name}": f"{text}, by expert" for name, text in LABELS.items() if "as_printed" not in name}
@@ -151,7 +151,7 @@ class MlpForce(Instrument):
         self._facts = {
             "tangent_dimension": str(x.shape[-1] - 1 - centered),
             "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
-            "mlp_input: the output of the norm",
+            "mlp_input: the output of the norm, which the MLP reads",
             "jacobian_tokens": "all" if self.tokens is None else f"at most {self.tokens}, evenly spaced",
         }
         if isinstance(prepared, PreparedMixture):

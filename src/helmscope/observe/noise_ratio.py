@@ -28,7 +28,7 @@ def query_key_noise_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataAr
     """KL of noise on keys over KL of noise on queries, each averaged over the axis ``over``: over the draws, one ratio
     per prompt, or over the prompts (over="prompt"), one ratio per draw. NaN where noise on queries does no damage.
 
-    ``noise`` is what ``query_key_noise`` returns. The null is 1 in the kind MATCHED, at second order.
+    ``noise`` is what ``query_key_noise`` returns. The null is 1 for noise of the kind MATCHED, at second order.
 
     >>> kl = ("site", "draw", "prompt"), [[[1.0, 2.0]], [[3.0, 2.0]]]
     >>> noise = xr.Dataset({"kl": kl}, {"site": ["query", "key"]})
@@ -95,7 +95,7 @@ def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
 def noise_table_as_printed(
     recording: Recording, *, draws: int = 20, seed: int = 0, progress: ProgressOption = None
 ) -> xr.Dataset:
-    """Table 1 of [Additive transport], section 9.1, in both of its readings, noise on the activations and on the
+    """Table 1 of [Additive transport], section 9.1, in both interpretations, noise on the activations and on the
     weights: ``kl_query``, ``kl_key`` and their ``ratio``, along (kind, sigma, prompt), each the mean over the draws.
 
     The coordinates ``printed_query``, ``printed_key`` and ``printed_ratio`` hold what is printed, measured there on

@@ -22,7 +22,7 @@ orthogonal part is U_ij in T = U |T| (a partial isometry if T has no full rank).
     holonomy defect = 1 - tr(U_ij U_jk U_ik^T) / rank,
 
 where the way back from i to k is the inverse of the direct way, since in a causal model attention has only one
-direction. It is 0 if the two ways agree, 1 on average if they are unrelated, 2 if they are opposite; 1 - cos(a) if all
+direction. It is 0 if the two ways agree, 1 on average for unrelated directions, 2 for opposite ones; 1 - cos(a) if all
 transports rotate every plane by the angle a; and 0 whenever all O_h are symmetric and positive definite, as then U = 1.
 """
 
@@ -227,8 +227,7 @@ def holonomy_defect(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The defect of transport around random triangles of tokens, ``holonomy_defect`` along (layer, prompt): the mean
-    over
-    ``triangles`` of 1 - tr(U_ij U_jk U_ik^T) / rank, in [0, 2]; the null value 1 is that of unrelated ways.
+    over ``triangles`` of 1 - tr(U_ij U_jk U_ik^T) / rank, in [0, 2]; the null value 1 is that of unrelated directions.
 
     Takes one forward pass, and three singular value decompositions per triangle, layer and prompt. NaN where attention
     writes nothing and for texts of fewer than 3 visible tokens. Raises HelmscopeError where ``head_matrices`` does, for

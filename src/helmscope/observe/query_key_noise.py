@@ -5,7 +5,7 @@
 
 for noise of several sizes and paired seeds: noise on queries and noise on keys of one draw have the same seed. Where kl
 is quadratic in the size, K / Q, the ratio of the two, does not depend on it; under the gauge q -> c q, k -> k / c,
-which leaves the model unchanged, it grows as c^4 in the kinds with a fixed standard deviation (``NoiseKind``).
+which leaves the model unchanged, it grows as c^4 for the kinds with a fixed standard deviation (``NoiseKind``).
 
 Besides how much, ``entropy_change``, ``top_token_agreement`` and ``top_key_agreement`` say which kind of damage it is;
 compare them at equal kl (``query_key_noise_at_equal_kl``).
@@ -116,7 +116,7 @@ def query_key_noise(
     ``top_key_agreement``; null values are those without noise.
 
     ``sigmas`` are the sizes, ``draws`` the number of draws, and ``layers`` where noise is added, by default in all at
-    once. ``sites`` may also hold Site.VALUE in the kinds that do not compare queries with keys. The axis ``site`` holds
+    once. ``sites`` may also hold Site.VALUE for kinds that do not compare queries with keys. The axis ``site`` holds
     "query", "key" and "value". Takes one forward pass for each kind, site, size and draw; draws of one chunk of texts
     run in one forward pass where the batch size of the recording allows. Raises HelmscopeError where
     ``next_token_loss`` does, for a layer out of range, sigma < 0 and a model whose attention or matrices cannot be

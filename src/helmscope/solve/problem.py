@@ -244,7 +244,7 @@ def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "
     >>> check_start(as_field(torch.zeros_like), torch.tensor([[3.0, 4.0]]), normalize=True)
     tensor([[0.6000, 0.8000]])
     """
-    x = check_states(field, x0, "x0", normalize=normalize)
+    x = check_states(field, x0, "x0", normalize=normalize, remedy=", or pass normalize=True")
     if field.space is not StateSpace.SPHERE and normalize:
         x = retract(x)
     return on_the_sphere(x) if field.space is StateSpace.SPHERE or normalize else x
