@@ -189,7 +189,10 @@ def test_the_overview_of_a_recording_takes_tokens_of_inner_product_0_9_for_close
     assert (of_model.delta, of_model.max_angle) == (0.1, 0.45)
     assert abs(math.cos(0.45) - 0.9) < 1e-3
     same = hs.overview(PLAIN, beta=1.0, delta=0.1, max_angle=0.45)
-    assert (of_model.close_pair_share.values == same.close_pair_share.values).all()
+    assert (of_model.aligned_pair_share.values == same.close_pair_share.values).all()
+    assert "close_pair_share" not in of_model
+    assert of_model.aligned_pair_share.attrs["long_name"] == "share of pairs with an inner product of at least 0.9"
+    assert same.close_pair_share.attrs["long_name"] == "share of pairs that have met"
     assert (of_model.cluster_count.values == same.cluster_count.values).all()
 
 

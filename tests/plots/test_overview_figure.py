@@ -147,6 +147,8 @@ def test_the_picture_of_a_model_is_over_depth():
     axes = figure.axes
     assert "(4 prompts;" in figure.get_suptitle()
     assert {panel.get_xlabel() for panel in axes[:4]} == {"depth"}
+    legend = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert legend == ["aligned pairs, <x,y> >= 0.9", "order parameter |mean x|"]
     assert axes[0].lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]
 
 

@@ -75,9 +75,7 @@ if TYPE_CHECKING:
     from helmscope.observe.fourier_band_damage import fourier_band_damage as fourier_band_damage
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
     from helmscope.observe.generator import ambient_generator as ambient_generator
-    from helmscope.observe.generator import convergence_order as convergence_order
     from helmscope.observe.generator import discrete_generator as discrete_generator
-    from helmscope.observe.generator import richardson_limit as richardson_limit
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.generator_test import generator_test as generator_test
     from helmscope.observe.half_times import half_time as half_time
@@ -102,7 +100,6 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import future_mass as future_mass
     from helmscope.observe.kernel import kernel_statistics as kernel_statistics
     from helmscope.observe.kernel import largest_weight as largest_weight
-    from helmscope.observe.kernel import normalized_rows as normalized_rows
     from helmscope.observe.kernel import received_mass as received_mass
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
@@ -129,7 +126,6 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.mlp_entropy_change import mlp_entropy_change as mlp_entropy_change
-    from helmscope.observe.mlp_entropy_change import sphere_map as sphere_map
     from helmscope.observe.mlp_force import MlpForce as MlpForce
     from helmscope.observe.mlp_force import mlp_force as mlp_force
     from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
@@ -160,7 +156,6 @@ if TYPE_CHECKING:
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
-    from helmscope.observe.probes import lens_probes as lens_probes
     from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy as QuadraticFreeEnergy
     from helmscope.observe.query_key_metric import HeadMatrices as HeadMatrices
     from helmscope.observe.query_key_metric import head_matrices as head_matrices

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """Figure of an ``overview`` in four panels over time or depth: share of close pairs and order, clusters and rank,
-    energy, inner products.
+    """Figure of an ``overview`` in four panels over time or depth: share of close or aligned pairs and order, clusters
+    and rank, energy, inner products.
 
     Bands are 95 % intervals of the mean over systems (two systems are thin lines instead), or two standard errors for a
     Measurement that was reduced without intervals. Raises HelmscopeError unless ``measurement`` is a result of
@@ -53,12 +53,13 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
 
 def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
+    kind = "aligned" if "aligned_pair_share" in measurement else "close"
     _curve(
         meeting,
         measurement,
         singles,
-        "close_pair_share",
-        f"close pairs, <x,y> >= {1 - measurement.attrs['delta']:.10g}",
+        f"{kind}_pair_share",
+        f"{kind} pairs, <x,y> >= {1 - measurement.attrs['delta']:.10g}",
         COLORS[0],
     )
     _curve(meeting, measurement, singles, "order_parameter", "order parameter |mean x|", COLORS[1])
