@@ -292,7 +292,8 @@ class Recording(Plottable):
     def resumed_runner(
         self, *, depth: int, states: Float[Tensor, "batch n d"], frozen: Bool[Tensor, "batch n"] | None = None
     ) -> Runner:
-        """The runner with which ``resume`` runs the model, for own observers and for derivatives by ``states``.
+        """The runner with which ``resume`` runs the model, for own observers and for derivatives with respect to
+        ``states``.
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time"])

@@ -162,7 +162,7 @@ class RecordedSlopes(Observer):
         if not float(difference) <= AGREEMENT:
             raise HelmscopeError(
                 f"layer {layer} of {type(self.recording.anatomy.model).__name__} computes other attention weights for "
-                "some queries alone, but the derivatives by one query need the same ones"
+                "some queries alone, but the derivatives with respect to one query need the same ones"
             )
         columns = []
         for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SinkhornDivergence:
-    """A Sinkhorn divergence, differentiable by points and weights, and its three plans: x to y, x to x, y to y.
+    """A Sinkhorn divergence, differentiable with respect to points and weights, and its three plans: x to y, x to x, y
+    to y.
 
     >>> import torch
     >>> from helmscope.transport.cost import Euclidean

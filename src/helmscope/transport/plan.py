@@ -149,7 +149,7 @@ def sparse_plan(
     iterations: int = 0,
 ) -> Plan:
     """The plan with these entries (i, j, mass) and dual potentials, all in float64; the tensors of the plan have the
-    dtype and device of the clouds. ``value`` is differentiable by positions and weights.
+    dtype and device of the clouds. ``value`` is differentiable with respect to positions and weights.
     """
     device, dtype = clouds.x.device, clouds.x.dtype
     i, j, mass = (torch.from_numpy(part).to(device) for part in entries)

@@ -69,8 +69,9 @@ def sinkhorn(
     moves about as far as ``reach`` at most, and the masses of x and y may differ. The marginal errors are then the
     distances to the optimal marginals a e^{-f/rho} and b e^{-g/rho}, relative to the mass.
 
-    ``objective`` and ``dual`` are differentiable by points and weights, once, by the envelope theorem: the derivatives
-    are those at the optimum, exact up to the marginal error. ``value``, ``potentials`` and ``couple`` are constants.
+    ``objective`` and ``dual`` are differentiable with respect to points and weights, once, by the envelope theorem: the
+    derivatives are those at the optimum, exact up to the marginal error. ``value``, ``potentials`` and ``couple`` are
+    constants.
 
     Raises ``HelmscopeError`` for invalid clouds or masses, points that do not fit the cost, epsilon <= 0, p < 1,
     reach <= 0, or a tolerance below rounding.
