@@ -206,7 +206,7 @@ def test_no_derivative_no_swirl():
     seen = measured(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
     assert math.isnan(seen.antisymmetric_share.item())
     assert seen.surface_divergence.item() == pytest.approx(-1.0)
-    assert math.isnan(seen.force_stderr.item())
+    assert math.isnan(seen.force_length_stderr.item())
 
 
 @pytest.mark.parametrize(

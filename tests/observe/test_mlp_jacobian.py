@@ -287,7 +287,7 @@ def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
     [
         (
             lambda: mlp_swirl_bound(hs.integrate(PLAIN, X, times=[0.0])),
-            "system has fewer than four systems, but mlp_proj",
+            "system has fewer than four systems, but mlp_swirl_bound",
         ),
         (lambda: mlp_weights(hs.integrate(hs.SA(1.0), X, times=[0.0])), r"system has no MLP: force\(layer=0\) is None"),
         (lambda: row_coherence([1.0]), "rows is a list, but it must be a float tensor"),

@@ -134,7 +134,7 @@ class BetweenCaps:
     def points(
         self, t: Float[Tensor, " m"], phi: Float[Tensor, " m"]
     ) -> tuple[Float[Tensor, "m 3"], Float[Tensor, "m 3"], Float[Tensor, "m 3"]]:
-        """The points x, and their derivatives with respect to t and by phi."""
+        """The points x, and their derivatives with respect to t and phi."""
         down, up, cos, sin = (f[:, None] for f in ((-t).exp(), t.exp(), phi.cos(), phi.sin()))
         y = down * self.pole_a + up * self.pole_b + cos * self.side_1 + sin * self.side_2
         x = y[:, :3] / y[:, 3:]

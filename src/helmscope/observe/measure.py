@@ -236,7 +236,7 @@ def measure(
 
     Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
     others are missing): the streaming instruments from one replay, and those of ``standalone_measurements``, with the
-    steps over depth, the flow of one token and the transport ratios; ``only`` selects some of them by name. With
+    steps over depth, the growth of perturbations and the transport ratios; ``only`` selects some of them by name. With
     ``quick`` those that sample take smaller samples; ``seed`` draws them. With instruments, only these are used. A
     replay of a model is one forward pass for each chunk of its prompts. The Measurements keep their replicates;
     ``reduce_replicates`` turns each into means with intervals, and ``hs.plot`` draws all of them over depth. A

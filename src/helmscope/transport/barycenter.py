@@ -113,7 +113,7 @@ def check_members(
             raise HelmscopeError(
                 f"{name} {found}, but it must be a list with one entry for each of the {len(clouds)} clouds"
             )
-    numbers = [check_real(f"mixture[{k}]", share, at_least=0) for k, share in enumerate(list(shares))]  # type: ignore[call-overload]
+    numbers = [check_real(f"barycentric_weights[{k}]", share, at_least=0) for k, share in enumerate(list(shares))]  # type: ignore[call-overload]
     if sum(numbers) <= 0:
         raise HelmscopeError(f"barycentric_weights is {numbers}, but its sum must be > 0")
     pairs = [
