@@ -216,7 +216,7 @@ def test_coverage_of_the_exact_interval() -> None:
         (lambda: gride(uniform(30, 2), neighbor=15), "30 nearest neighbors need at least 31 points"),
         (lambda: two_nn_fit(uniform(30, 2), discarded=1.0), "discarded is 1.0, but it must be above 0 and below 1"),
         (lambda: dimension_by_scale(uniform(30, 2), neighbors=[]), "neighbors is .*, but it must hold at least one"),
-        (lambda: dimension_by_size(uniform(30, 2), halvings=3), "points have 3 distinct ones"),
+        (lambda: dimension_by_size(uniform(30, 2), halvings=3), "only 3 points are distinct and have positive weight"),
     ],
 )
 def test_bad_input(call: object, message: str) -> None:

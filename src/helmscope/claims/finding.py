@@ -71,10 +71,15 @@ class Finding:
         return cls(evidence=Inconclusive(reason), setting=setting)
 
     def __post_init__(self) -> None:
-        if isinstance(self.evidence, type) or not isinstance(self.evidence, Evidence | Mapping):
+        is_class = isinstance(self.evidence, type)
+        if is_class or not isinstance(self.evidence, Evidence | Mapping):
+            shown = (
+                f"the class {getattr(self.evidence, '__name__', None)}"
+                if is_class
+                else type_with_article(self.evidence)
+            )
             raise HelmscopeError(
-                f"evidence is {type_with_article(self.evidence)}, but it must be evidence such as Count(...), or a "
-                "mapping of names to evidence"
+                f"evidence is {shown}, but it must be evidence such as Count(...), or a mapping of names to evidence"
             )
         _check_field_types(self, controls=Mapping, described=Mapping)
         _check_field_types(
