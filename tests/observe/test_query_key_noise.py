@@ -185,7 +185,7 @@ def test_refusals():
     with pytest.raises(HelmscopeError, match=r"forms is .*, but it must be a list of members of NoiseForm"):
         query_key_noise(recording, forms=["matched"])
     with pytest.raises(HelmscopeError, match=r"sites holds Site.VALUE, but NoiseForm.MATCHED compares queries"):
-        query_key_noise(recording, sites=[Site.VALUE])
+        query_key_noise(recording, forms=[NoiseForm.MATCHED], sites=[Site.VALUE])
     with pytest.raises(HelmscopeError, match="draws is 0, but it must be"):
         query_key_noise(recording, draws=0)
     with pytest.raises(HelmscopeError, match="needs attention that is causal"):
