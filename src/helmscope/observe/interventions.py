@@ -25,7 +25,7 @@ from helmscope.observe.head_ablation_damage import head_ablation_damage, head_in
 from helmscope.observe.layer_ablation_damage import AblationForm, LayerPart, layer_ablation_damage
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.loss_gradient_cosine import SCALES, loss_gradient_cosine
-from helmscope.observe.noise_ratio import query_key_noise_summary
+from helmscope.observe.noise_ratio import query_key_noise_ratio, query_key_noise_summary
 from helmscope.observe.query_key_change_damage import ChangeForm, query_key_change_damage
 from helmscope.observe.query_key_metric import head_matrices, holonomy_defect, query_key_metric
 from helmscope.observe.query_key_noise import OF_WEIGHTS, PAIRED, NoiseForm, query_key_noise, query_key_noise_by_layer
@@ -123,7 +123,8 @@ def _noise_by_layer(system: System, *, quick: bool, seed: int, progress: Progres
     noise = query_key_noise_by_layer(
         recording, draws=draws, layers=_layers(recording, quick), seed=seed, progress=progress
     )
-    return _without(noise, _quick(quick, "other layers and more than one draw"))
+    mean = noise.mean("draw", keep_attrs=True).assign(ratio=query_key_noise_ratio(noise), ratio_null=1.0)
+    return _without(mean, _quick(quick, "other layers and more than one draw"))
 
 
 def _query_key_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
