@@ -145,7 +145,7 @@ MEASUREMENTS = (
     "mobility_test",
     "mlp_projection",
 )
-# observe.INTERVENTIONS
+# observe.intervention_names()
 INTERVENTIONS = (
     "query_key_noise",
     "query_key_noise_by_layer",

@@ -97,8 +97,8 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
-    from helmscope.observe.interventions import INTERVENTIONS as INTERVENTIONS
     from helmscope.observe.interventions import intervention_measurements as intervention_measurements
+    from helmscope.observe.interventions import intervention_names as intervention_names
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
     from helmscope.observe.jko_layer import jko_layer as jko_layer

@@ -66,11 +66,20 @@ FIRST_QUERY = 10  # earlier queries see few keys, and give the first one a large
 WHOLE, FROM_LAYER = 1.8, 1.3
 
 
+def intervention_names() -> tuple[str, ...]:
+    """The names of the measurements of ``measure(interventions=True)``, in the order of its result.
+
+    >>> intervention_names()[:2]
+    ('query_key_noise', 'query_key_noise_by_layer')
+    """
+    return INTERVENTIONS
+
+
 def intervention_measurements() -> tuple[StandaloneMeasurement, ...]:
     """The measurements of ``measure(interventions=True)``: noise on queries and keys, sinks, fragility, and the shape
     of updates.
 
-    >>> [each.name for each in intervention_measurements()] == list(INTERVENTIONS)
+    >>> tuple(each.name for each in intervention_measurements()) == intervention_names()
     True
     """
     return (

@@ -179,7 +179,7 @@ def measurement_names() -> tuple[str, ...]:
 
 def unsupported_measurements(system: System, *, only: Sequence[str] | None = None) -> dict[str, str | None]:
     """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it. ``only`` names
-    the measurements, such as ``observe.INTERVENTIONS``; by default they are all but these.
+    the measurements, such as ``observe.intervention_names()``; by default they are all but these.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
