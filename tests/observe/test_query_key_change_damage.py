@@ -104,7 +104,7 @@ def test_refusals():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(HelmscopeError, match=r"changes is \['blurred'\], but it must be a list of different ones"):
         query_key_change_damage(recording, changes=["blurred"])
-    with pytest.raises(HelmscopeError, match="forms is .*, but it must be a list of different ones"):
+    with pytest.raises(HelmscopeError, match=r"forms is .*, but it must be a list of different ones"):
         query_key_change_damage(recording, forms=[])
     with pytest.raises(HelmscopeError, match="window begins with 0"):
         query_key_change_damage(recording, window=[0.0, 1.0])
