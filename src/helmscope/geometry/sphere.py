@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.arithmetic import check_dense_values, every, numpy_hint
+from helmscope.geometry.arithmetic import check_dense_values, conversion_hint, every
 from helmscope.types import HelmscopeError, check_real, type_with_article
 from helmscope.types.lazy import listed_exports
 
@@ -50,7 +50,7 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     tensor([[0.6000, 0.8000]])
     """
     if not isinstance(x, torch.Tensor):
-        hint = numpy_hint(name, x)
+        hint = conversion_hint(name, x)
         raise HelmscopeError(
             f"{name} is {type_with_article(x)}, but it must be a torch tensor of shape (..., n, d){hint}"
         )

@@ -190,7 +190,8 @@ class Recording(Plottable):
         return torch.cat(keep.states)
 
     def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
+        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model. The rows of
+        padding are 0, so that functions of rows, such as ``hs.kernel.row_entropy``, are NaN there.
 
         >>> from helmscope import record
         >>> weights = record("A", ["Once upon a time"]).kernel(layer=0)
@@ -202,7 +203,8 @@ class Recording(Plottable):
 
     def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
-        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
+        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model. The rows
+        of padding are 0.
 
         >>> from transformers import T5Config, T5Model
         >>> sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
@@ -222,10 +224,15 @@ class Recording(Plottable):
     def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
         kept = self.kept.get("cross kernel" if cross else "kernel")
         if kept is not None:
-            return kept[layer]
-        keep = KeepWeights(layer, cross=cross)
-        self.runner.forward(keep)
-        return torch.cat(keep.weights)
+            weights = kept[layer]
+        else:
+            keep = KeepWeights(layer, cross=cross)
+            self.runner.forward(keep)
+            weights = torch.cat(keep.weights)
+        if self.visible is None:
+            return weights
+        queries = self.visible.to(weights.device)[:, None, :, None]
+        return torch.where(queries, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
 
     def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual

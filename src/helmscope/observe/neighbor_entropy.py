@@ -24,6 +24,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.nearest import distinct_points
+from helmscope.observe.observable import observable
 from helmscope.observe.track import token_weights
 from helmscope.stats.replicates import pseudo_values
 from helmscope.types import HelmscopeError, check_integer
@@ -39,6 +40,7 @@ SPARE = 8  # further neighbors that are kept for the jackknife
 BLOCK = 512  # rows of distances in memory
 
 
+@observable
 def neighbor_entropy(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None = None,
