@@ -32,6 +32,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.nearest import distinct_points
+from helmscope.observe.observable import observable
 from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, check_integer
 
@@ -47,6 +48,7 @@ HALVES = 16  # random pairs of halves
 BLOCK = 512  # rows of distances in memory
 
 
+@observable
 def neighbor_entropy(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None = None,

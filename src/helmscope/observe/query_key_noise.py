@@ -27,6 +27,7 @@ from helmscope.intervene.batched_edits import BatchedEdits
 from helmscope.intervene.change import with_parameters
 from helmscope.intervene.query_key import CenteredKeyNoise, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.observe.damage import token_damage
@@ -126,7 +127,7 @@ def query_key_noise(
     sigmas: Sequence[float] = SIGMAS,
     draws: int = 20,
     sites: Sequence[Site] = SITES,
-    layers: int | Sequence[int] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -152,8 +153,9 @@ def query_key_noise(
     True
     """
     seeds, sizes = _checked_seeds(seed, draws), _checked_sizes(sigmas)
+    chosen = None if layers is None else chosen_layers(check_recording(recording), layers)
     trial = _NoiseTrial(recording, _checked_kinds(kinds, sites))
-    found = trial.run([layers], sites, sizes, seeds, check_progress(progress))[:, 0]
+    found = trial.run([chosen], sites, sizes, seeds, check_progress(progress))[:, 0]
     return _measurement(found, trial, {"kind": trial.kinds, "site": sites, "sigma": sizes, "draw": seeds})
 
 
