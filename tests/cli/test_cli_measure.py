@@ -15,7 +15,7 @@ from helmscope.cli.measure_table import quantities
 from helmscope.jobs import MeasurementSpec, names, read_spec, run
 from helmscope.jobs.measure import join_measurements, split_measurements
 from helmscope.models.subject import Subject
-from helmscope.observe import measurement_names
+from helmscope.observe import intervention_names, measurement_names
 from support.model_families import inputs_of, tiny_model
 
 SMALL = ("measure", "A", "--text-count", "3", "--tokens", "8", "--out", "run")
@@ -54,6 +54,38 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     assert row["value"] == pytest.approx(float(stored.read_results("depth_steps").angle.mean()), rel=1e-9)
     assert row["low"] < row["value"] < row["high"]
     assert row["n"] == 3
+
+
+def test_interventions_are_measured_when_they_are_asked_for(helmscope, tmp_path):
+    model, ids = tiny_model("gpt2"), inputs_of("gpt2", batch=6, n=16)
+    model.save_pretrained(tmp_path / "mine")
+    (tmp_path / "texts.json").write_text(json.dumps(ids.tolist()))
+    words = ("measure", "mine", "--texts", "texts.json", "--interventions", "--quick", "--json", "--out", "run")
+    code, out, err = helmscope(*words)
+    assert code == 0, err
+    assert "14 measurements of 6 texts: roughly" in err  # the estimate comes first
+    report = json.loads(out)
+    assert list(report["measured"]) == [name for name in intervention_names() if name != "sink_damage"]
+    assert "no head has a mean weight on the first token" in report["skipped"]["sink_damage"]
+    assert report["not_tried"]["cloud_projection"] == "more than 4 tokens of each prompt: not tried in quick"
+    folder = hs.store.RunFolder.open("run")
+    recording = hs.record(model, ids)
+    for name, expected in hs.measure(recording, only=["fourier_band_damage", "attention_sinks"], quick=True).items():
+        found = folder.read_results(name)
+        for variable in expected.data_vars:
+            assert np.allclose(found[variable].values, expected[variable].values, rtol=1e-4, atol=1e-5, equal_nan=True)
+        with open(tmp_path / "run" / f"{name}.csv", newline="") as file:
+            assert len(list(csv.DictReader(file))) > 0
+    assert (tmp_path / "run" / "measurements.png").stat().st_size > 10_000
+
+
+def test_the_texts_of_interventions_are_those_of_their_stated_cost():
+    spec = MeasurementSpec(interventions=True)
+    assert (spec.text_count, spec.tokens) == (32, 64)
+    assert (MeasurementSpec().text_count, MeasurementSpec().tokens) == (64, 128)
+    quick, full = (hs.jobs.estimate(MeasurementSpec(interventions=True, quick=quick)) for quick in (True, False))
+    assert quick.work == full.work == "14 measurements of 32 texts"
+    assert 5 < full.seconds / quick.seconds < 30
 
 
 def test_the_table_and_the_picture(helmscope, tmp_path):
@@ -99,6 +131,8 @@ def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
         (("--tokens", "1"), "tokens is 1"),
         (("--texts", "missing.txt"), "texts is 'missing.txt', but it cannot be read"),
         (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
+        (("--interventions", "--only", "arc_length"), "interventions is true and only is given, but only one of them"),
+        (("--only", "query_key_noises"), "did you mean 'query_key_noise'"),
     ],
 )
 def test_bad_input_exits_with_one_sentence(helmscope, options, said):
@@ -110,6 +144,7 @@ def test_bad_input_exits_with_one_sentence(helmscope, options, said):
 
 def test_completion_knows_all_measurements():
     assert measurement_names() == names.MEASUREMENTS
+    assert intervention_names() == names.INTERVENTIONS
 
 
 def test_measurements_joined_in_one_dataset_are_split_again():
@@ -156,7 +191,8 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
     module = importlib.import_module("helmscope.observe.measure")
     monkeypatch.setattr(module, "depth_steps", fails)
     monkeypatch.setattr(module, "measurement_names", lambda: ("arc_length", "depth_steps"))
-    monkeypatch.setattr(module, "unsupported_measurements", lambda system: {"arc_length": None, "depth_steps": None})
+    both = {"arc_length": None, "depth_steps": None}
+    monkeypatch.setattr(module, "unsupported_measurements", lambda system, only=None: both)
     code, out, _ = helmscope(*SMALL, "--json")
     assert code == 0
     report = json.loads(out)

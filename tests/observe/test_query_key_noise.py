@@ -185,7 +185,7 @@ def test_refusals():
     with pytest.raises(HelmscopeError, match=r"kinds is .*, but it must be a list of members of NoiseKind"):
         query_key_noise(recording, kinds=["matched"])
     with pytest.raises(HelmscopeError, match=r"sites holds Site.VALUE, but NoiseKind.MATCHED compares queries"):
-        query_key_noise(recording, sites=[Site.VALUE])
+        query_key_noise(recording, kinds=[NoiseKind.MATCHED], sites=[Site.VALUE])
     with pytest.raises(HelmscopeError, match="draws is 0, but it must be"):
         query_key_noise(recording, draws=0)
     with pytest.raises(HelmscopeError, match="needs attention that is causal"):

@@ -168,12 +168,14 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def small_model(tokens):
+def small_model(tokens, scale=1.0):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu", bos_token_id=0, eos_token_id=0)).eval()
+    with torch.no_grad():  # long states, for which the epsilon of a norm does not matter
+        model.transformer.wte.weight *= scale
     return record(model, torch.randint(50, (3, tokens)))
 
 
@@ -188,20 +190,22 @@ def test_the_largest_tensor_of_a_replay():
     assert watch.largest <= bound
 
 
-def test_the_products_of_a_replay():
-    """The multiplications of the streaming instruments in matrix products, for each layer: d h for z and 3 d h for f
-    and two gradients at each token; the forms of h x h, of which a triangle of blocks of 128 is made once and used at
-    32 tokens of a text; W_O twice, and the weights of a head with its values three times. A tenth is left for the rest.
+@pytest.mark.parametrize("reused", [False, True])
+def test_the_products_of_a_replay(reused):
+    """The multiplications of the streaming instruments in matrix products, for each layer: 2 d h for two gradients at
+    each token, and 2 d h for z and f unless those of the model serve; the forms of h x h, of which a triangle of blocks
+    of 64 is made once and used at 32 tokens of a text, with d h each for W^T x; W_O once, Gram matrices of heads twice,
+    and the weights of a head with its values three times. A tenth is left for the rest.
     """
     texts, n, d, heads, hidden, sampled = 3, 96, 48, 4, 192, 3 * 32
-    recording = small_model(n)
+    recording = small_model(n, scale=500.0 if reused else 1.0)
     with Watch() as plain:
         recording.runner.forward()
     with Watch() as measured:
         recording.replay(*streaming_instruments())
-    tokens, triangle, s = texts * n, 128 * 128 + 192 * 64, d // heads
-    split = tokens * 4 * d * hidden + sampled * (2 * triangle + 2 * d * hidden) + 4 * d * triangle
-    attention = tokens * (2 * d * d + n * heads * (3 * s + 4) + 6 * d * s)
+    tokens, triangle, s = texts * n, 64 * 64 * (1 + 2 + 3), d // heads
+    split = tokens * (2 if reused else 4) * d * hidden + sampled * (2 * triangle + d * hidden) + 4 * d * triangle
+    attention = tokens * (d * d + n * heads * (3 * s + 8) + 2 * d * s)
     more = measured.multiplications - plain.multiplications
     assert plain.multiplications == 2 * tokens * (12 * d * d + 2 * n * d)
-    assert 0.8 < more / (2 * (split + attention)) < 1.1
+    assert 0.9 < more / (2 * (split + attention)) < 1.1

@@ -220,6 +220,22 @@ class MatchedQueryNoise(SiteEdit):
         return value + sigma[context.rows].unsqueeze(-1).to(value) * context.normal(value, seed=self.seed)
 
 
+def matching_unsupported(recording: Recording) -> str | None:
+    """One sentence that says why noise on queries and on keys cannot be matched in a model, from its first text; None
+    if it can.
+
+    >>> from helmscope.models.record import record
+    >>> matching_unsupported(record("A", ["Once upon a time"]))
+    """
+    observer = _MatchedSizes(len(recording.anatomy.layers), 1.0, of_centered=True)
+    try:
+        SiteEdit.check(MatchedQueryNoise(), recording.anatomy)
+        recording.runner.forward(observer, rows=slice(0, 1))
+    except HelmscopeError as error:
+        return str(error)
+    return None
+
+
 class _MatchedSizes(Observer):
     """Observer that computes the standard deviations of ``MatchedQueryNoise`` in every layer."""
 

@@ -145,6 +145,23 @@ MEASUREMENTS = (
     "mobility_test",
     "mlp_swirl_bound",
 )
+# observe.intervention_names()
+INTERVENTIONS = (
+    "query_key_noise",
+    "query_key_noise_by_layer",
+    "query_key_change_damage",
+    "query_key_metric",
+    "holonomy_defect",
+    "attention_sinks",
+    "sink_constancy",
+    "sink_damage",
+    "layer_ablation_damage",
+    "head_ablation_damage",
+    "fourier_band_damage",
+    "attention_temperature_damage",
+    "loss_gradient_cosine",
+    "cloud_projection",
+)
 
 
 def usable_device(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.mlp_capture import MlpCapture
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recorder import ResidualStream
 from helmscope.models.sites import READ_AT, Observer, Site
@@ -47,7 +48,9 @@ def replay(
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
-            recording.runner.forward(InstrumentFeed(recording, instruments, needs), progress=progress)
+            feed = InstrumentFeed(recording, instruments, needs)
+            with feed.capture.attached():
+                recording.runner.forward(feed, progress=progress)
         except _InstrumentFailed as failed:
             raise failed.error from None
     return results(instruments)
@@ -109,6 +112,8 @@ class InstrumentFeed(Observer):
         # the state that the MLP reads, and in a post-norm block what its norm reads
         self._before_mlp = Site.CROSS_MIDDLE if self.anatomy.has_cross else Site.MIDDLE
         self.sites |= {self._before_mlp, READ_AT[self._before_mlp], Site.MLP} if needs.mlp_half else set()
+        needs_force = Needs.FORCE in needs
+        self.capture = MlpCapture(*(self.anatomy.layers, recording.forces) if needs_force else ((), ()))
         self._attention: dict[str, Any] = {}
         self._cross: dict[str, Any] = {}
         self._mlp: dict[str, Any] = {}
@@ -120,6 +125,7 @@ class InstrumentFeed(Observer):
             return
         kind = self.anatomy.layers[layer].wiring.kind
         if site is Site.INPUT:
+            self.capture.begin()
             self._attention, self._cross, self._mlp, self._norm_input = {"state": value.clone()}, {}, {}, None
             if kind is Kind.PARALLEL:
                 self._mlp["state"] = self._attention["state"]
@@ -206,6 +212,7 @@ class InstrumentFeed(Observer):
             return
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
         own = self.recording.forces[layer] if needs_force else None
+        preactivations, value = self.capture.take(layer, own, *state.shape[:2])
         tensors = MlpTensors(
             state,
             self.direction(state),
@@ -214,6 +221,8 @@ class InstrumentFeed(Observer):
             wide(write) if Needs.MLP_WRITE in self.needs else None,
             unfolded=None if own is None else own.unfolded(),
             norm=None if own is None else own.norm,
+            preactivations=preactivations,
+            force_value=value,
         )
         context = self.context(layer, Half.MLP, state)
         for instrument in self.instruments:

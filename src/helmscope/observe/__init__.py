@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from helmscope.observe.attention_surface_divergence import (
         attention_surface_divergence as attention_surface_divergence,
     )
+    from helmscope.observe.attention_temperature_damage import (
+        attention_temperature_damage as attention_temperature_damage,
+    )
     from helmscope.observe.bistochasticity import Bistochasticity as Bistochasticity
     from helmscope.observe.bistochasticity import balance_kl as balance_kl
     from helmscope.observe.bistochasticity import balanced_kernel as balanced_kernel
@@ -91,6 +94,8 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
+    from helmscope.observe.interventions import intervention_measurements as intervention_measurements
+    from helmscope.observe.interventions import intervention_names as intervention_names
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
     from helmscope.observe.jko_step_test import jko_step_test as jko_step_test
@@ -118,7 +123,6 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.loss_gradient_cosine import loss_gradient as loss_gradient
     from helmscope.observe.loss_gradient_cosine import loss_gradient_cosine as loss_gradient_cosine
-    from helmscope.observe.measure import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
     from helmscope.observe.measure import standalone_measurements as standalone_measurements
@@ -148,6 +152,7 @@ if TYPE_CHECKING:
     from helmscope.observe.noise_ratio import query_key_noise_at_equal_kl as query_key_noise_at_equal_kl
     from helmscope.observe.noise_ratio import query_key_noise_ratio as query_key_noise_ratio
     from helmscope.observe.noise_ratio import query_key_noise_slope as query_key_noise_slope
+    from helmscope.observe.noise_ratio import query_key_noise_summary as query_key_noise_summary
     from helmscope.observe.noise_ratio import query_key_noise_table as query_key_noise_table
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
@@ -159,6 +164,10 @@ if TYPE_CHECKING:
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
     from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy as QuadraticFreeEnergy
+    from helmscope.observe.query_key_change_damage import ChangeStrength as ChangeStrength
+    from helmscope.observe.query_key_change_damage import QueryKeyChange as QueryKeyChange
+    from helmscope.observe.query_key_change_damage import query_key_change as query_key_change
+    from helmscope.observe.query_key_change_damage import query_key_change_damage as query_key_change_damage
     from helmscope.observe.query_key_metric import HeadMatrices as HeadMatrices
     from helmscope.observe.query_key_metric import head_matrices as head_matrices
     from helmscope.observe.query_key_metric import holonomy_defect as holonomy_defect
@@ -179,9 +188,12 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.sink_damage import sink_damage as sink_damage
     from helmscope.observe.sinks import AttentionSinks as AttentionSinks
+    from helmscope.observe.sinks import SinkDecomposition as SinkDecomposition
     from helmscope.observe.sinks import TokenValues as TokenValues
     from helmscope.observe.sinks import attention_sinks as attention_sinks
     from helmscope.observe.sinks import sink_constancy as sink_constancy
+    from helmscope.observe.sinks import sink_decomposition as sink_decomposition
+    from helmscope.observe.standalone import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.token_decoding import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension

@@ -68,8 +68,6 @@ class AttentionDrift(Instrument):
         weights = token_weights(tensors.state, context.weights)
         per_head = weights.unsqueeze(1).expand(moments.drift.shape)
         trace = moments.sampling / 2
-        assert tensors.write is not None
-        moved = moments.spaces.project(tensors.write) / moments.spaces.radius.unsqueeze(-1)
         heads = {
             "drift": token_mean(moments.drift, per_head * torch.isfinite(moments.drift)),
             "drift_ratio": mean_ratio(moments.drift, trace, per_head),
@@ -77,7 +75,7 @@ class AttentionDrift(Instrument):
         values = {
             "total_drift": token_mean(moments.total_drift, weights),
             "total_drift_ratio": mean_ratio(moments.total_drift, trace.sum(1), weights),
-            "norm_of_mean_drift": torch.linalg.vector_norm(token_mean(moved.mT, weights.unsqueeze(1)), dim=-1),
+            "norm_of_mean_drift": torch.linalg.vector_norm(token_mean(moments.moved.mT, weights.unsqueeze(1)), dim=-1),
         }
         axes = ("head",) if moments.has_heads else ()
         self.keep(context, {name: moments.dropped_heads(value) for name, value in heads.items()}, axes=axes)

@@ -79,7 +79,7 @@ def fourier_band_damage(
     if not chosen:
         raise HelmscopeError("layers is [], but it must name at least one layer")
     for name, band in wanted.items():
-        _check_texts(recording, f"band '{name}'", band)
+        check_texts(recording, f"band '{name}'", band)
     edits = {
         f"{name}, layer {layer}, draw {draw}": PerturbFourierBand(
             [layer], band=band, relative_norm=relative_norm, per_token=per_token, seed=_seed(seed, number, draw)
@@ -124,8 +124,12 @@ def _checked_bands(bands: object) -> dict[str, Band]:
     return {str(name): check_band(f"band '{name}'", band) for name, band in bands.items()}
 
 
-def _check_texts(recording: Recording, name: str, band: Band) -> None:
-    """Raise HelmscopeError for a text without a frequency in a band, before anything is run."""
+def check_texts(recording: Recording, name: str, band: Band) -> None:
+    """Raise HelmscopeError for a text without a frequency in a band, before anything is run.
+
+    >>> from helmscope import record
+    >>> check_texts(record("A", ["Once upon a time"]), "band", (0.75, 1.0))
+    """
     for text, ids in enumerate(recording.batch.visible_ids):
         check_has_frequency(name, band, len(ids), text)
 

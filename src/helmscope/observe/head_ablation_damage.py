@@ -51,6 +51,7 @@ from helmscope.types import (
     check_real,
     check_replicates,
     check_seed,
+    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def head_interaction(
     pairs: int = 24,
     tol: float = TOLERANCE,
     min_damage: float = SMALLEST_DAMAGE,
+    alone: xr.DataArray | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -277,8 +279,10 @@ def head_interaction(
 
     Coordinates ``first`` and ``second`` (pair_kind, pair) name the heads; ``kl`` along (layer, head, prompt) is the
     damage of each head alone. Heads whose mean damage is below ``min_damage`` are in no pair. There may be fewer pairs
-    than asked for, also none. Takes one forward pass from its layer on for each head and pair. Raises HelmscopeError
-    where ``head_ablation_loss`` does.
+    than asked for, also none. ``alone`` is the damage of zeroing single heads, (layer, head, prompt), if it is known,
+    ``head_ablation_damage(recording).kl.sel(kind="zero")``: pairs are then of these heads. Takes one forward pass from
+    its layer on for each pair, and for each head unless ``alone`` is given. Raises HelmscopeError where
+    ``head_ablation_loss`` does, and for an ``alone`` of other prompts.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -290,47 +294,69 @@ def head_interaction(
     ({'pair_kind': 2, 'pair': 1, 'prompt': 2}, ['one layer', 'across layers'])
     """
     report, seed = check_progress(progress), check_seed(seed)
-    count, smallest = (
-        check_integer("pairs", pairs, at_least=1),
-        check_real("min_damage", min_damage, above=0),
-    )
-    check_recording(recording)
-    places = heads_to_ablate(recording, None, None)
-    share = len(places) / (len(places) + 2 * count)
-    single = _zeroed(recording, [(place,) for place in places], lambda done: report(share * done))
-    mean = dict(zip(places, single.kl.mean("prompt").values.tolist(), strict=True))
+    count = check_integer("pairs", pairs, at_least=1)
+    smallest = check_real("min_damage", min_damage, above=0)
+    heads = len(heads_to_ablate(check_recording(recording), None, None))
+    share = heads / (heads + 2 * count) if alone is None else 0.0
+    if alone is None:
+        alone = _alone(recording, lambda done: report(share * done))
+    single = _by_head(recording, alone)
+    mean = {place: float(kl.mean()) for place, kl in single.items()}
     matched = matched_pairs({place: kl for place, kl in mean.items() if kl >= smallest}, count, tol=tol, seed=seed)
     order = [each.pairs[pair_kind] for pair_kind in range(2) for each in matched]
-    shape = (2, len(matched), single.sizes["prompt"])
+    shape = (2, len(matched), len(recording.batch))
     joint = np.zeros(shape)
     if matched:
         joint[:] = _zeroed(recording, order, lambda done: report(share + (1 - share) * done)).kl.values.reshape(shape)
     report(1.0)
-    alone = dict(zip(places, single.kl.values, strict=True))
-    summed = np.array([alone[first] + alone[second] for first, second in order]).reshape(shape)
+    summed = np.array([single[first] + single[second] for first, second in order]).reshape(shape)
     names = np.array([[f"L{layer}H{head}" for layer, head in pair] for pair in order], dtype=str).reshape(
         2, len(matched), 2
     )
-    axes = {"layer": sorted({layer for layer, _ in places}), "head": sorted({head for _, head in places})}
-    singles = np.full((*map(len, axes.values()), shape[-1]), np.nan)
-    for (layer, head), values in alone.items():
-        singles[axes["layer"].index(layer), axes["head"].index(head)] = values
     dims = ("pair_kind", "pair", "prompt")
-    variables = {
+    variables: dict[str, Any] = {
         "joint_damage": (dims, joint, {**KL, "long_name": "damage of ablating both heads"}),
         "summed_damage": (dims, summed, {**KL, "long_name": "sum of the damages of ablating each head"}),
-        "kl": ((*axes, "prompt"), singles, KL),
+        "kl": alone.drop_vars("kind", errors="ignore"),
     }
     coords = {
         "pair_kind": ["one layer", "across layers"],
         "pair": np.arange(len(matched)),
         "first": (("pair_kind", "pair"), names[..., 0]),
         "second": (("pair_kind", "pair"), names[..., 1]),
-        **axes,
-        **_prompts(single),
     }
     nulls = {"joint_damage_null": 0.0, "summed_damage_null": 0.0, "kl_null": 0.0}
-    return check_replicates(xr.Dataset(variables | nulls, coords, {**single.attrs, "title": "interaction of heads"}))
+    attributes = {"model": recording.origin.title, "title": "interaction of heads"}
+    return check_replicates(xr.Dataset(variables | nulls, coords, attributes))
+
+
+def _alone(recording: Recording, progress: Any) -> xr.DataArray:
+    """The damage of zeroing each head, along (layer, head, prompt)."""
+    places = heads_to_ablate(recording, None, None)
+    damage = _zeroed(recording, [(place,) for place in places], progress)
+    axes = {"layer": sorted({layer for layer, _ in places}), "head": sorted({head for _, head in places})}
+    values = np.full((*map(len, axes.values()), damage.sizes["prompt"]), np.nan)
+    for (layer, head), kl in zip(places, damage.kl.values, strict=True):
+        values[axes["layer"].index(layer), axes["head"].index(head)] = kl
+    return xr.DataArray(values, {**axes, **_prompts(damage)}, (*axes, "prompt"), attrs=KL)
+
+
+def _by_head(recording: Recording, alone: xr.DataArray) -> dict[Head, np.ndarray]:
+    """The damages of single heads over prompts; raises HelmscopeError unless they are of the recording's prompts."""
+    axes, prompts = ("layer", "head", "prompt"), len(recording.batch)
+    if not isinstance(alone, xr.DataArray) or set(alone.dims) != set(axes) or alone.sizes["prompt"] != prompts:
+        shown = dict(alone.sizes) if isinstance(alone, xr.DataArray) else type_with_article(alone)
+        raise HelmscopeError(
+            f"alone is {shown}, but it must be a DataArray along (layer, head, prompt) with the {prompts} prompts of "
+            "the recording"
+        )
+    values = alone.transpose(*axes)
+    found = {
+        (int(layer), int(head)): kl
+        for layer, of_layer in zip(values.layer.values, values.values, strict=True)
+        for head, kl in zip(values["head"].values, of_layer, strict=True)
+    }
+    return {place: kl for place, kl in found.items() if not np.isnan(kl).all()}
 
 
 def _zeroed(recording: Recording, groups: Sequence[Sequence[Head]], progress: Any) -> xr.Dataset:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length
@@ -22,6 +21,7 @@ from helmscope.observe.effective_beta import EffectiveBeta, effective_beta
 from helmscope.observe.entropy import entropy_along_depth, entropy_unsupported
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.observe.generator_test import generator_test
+from helmscope.observe.interventions import INTERVENTIONS, intervention_measurements
 from helmscope.observe.jko_step_test import jko_step_test, jko_unsupported
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.layer_whitening import LayerWhitening
@@ -32,6 +32,7 @@ from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound, swirl_bound_unsup
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_unsupported
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
 from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
+from helmscope.observe.standalone import StandaloneMeasurement
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
@@ -62,36 +63,6 @@ def streaming_instruments() -> list[Instrument]:
     ['kernel_statistics', 'attention_drift', 'attention_diffusion', 'mlp_force']
     """
     return [KernelStatistics(), AttentionDrift(), AttentionDiffusion(), MlpForce()]
-
-
-class Measure(Protocol):
-    """A function that measures a system; with ``quick`` it takes smaller samples, drawn with ``seed``."""
-
-    def __call__(self, system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-        """The Measurement, with replicates."""
-
-
-@dataclass(frozen=True, eq=False)
-class StandaloneMeasurement:
-    """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
-    forward passes of a model, in full and quick, and the function that says why it cannot be taken of a system.
-
-    >>> [each.forwards for each in standalone_measurements() if each.name == "depth_steps"]
-    [(0.3, 0.3)]
-    """
-
-    name: str
-    function: Measure
-    forwards: tuple[float, float]
-    unsupported_reason: Callable[[System], str | None] | None = None
-
-    def cost(self, *, quick: bool) -> float:
-        """The time in eager forward passes of the model.
-
-        >>> [each.cost(quick=True) for each in standalone_measurements() if each.name == "perturbation_growth"]
-        [14]
-        """
-        return self.forwards[int(quick)]
 
 
 def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
@@ -206,8 +177,9 @@ def measurement_names() -> tuple[str, ...]:
     return (*(each.name for each in streaming_instruments()), *(each.name for each in standalone_measurements()))
 
 
-def unsupported_measurements(system: System) -> dict[str, str | None]:
-    """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it.
+def unsupported_measurements(system: System, *, only: Sequence[str] | None = None) -> dict[str, str | None]:
+    """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it. ``only`` names
+    the measurements, such as ``observe.intervention_names()``; by default they are all but these.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -216,11 +188,17 @@ def unsupported_measurements(system: System) -> dict[str, str | None]:
     >>> [name for name, reason in reasons.items() if reason is not None]
     ['mlp_force', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_step_test', 'mlp_swirl_bound']
     """
-    streaming = {each.name: check_system(system).unsupported_reason(each) for each in streaming_instruments()}
-    return streaming | {
-        each.name: None if each.unsupported_reason is None else each.unsupported_reason(system)
-        for each in standalone_measurements()
-    }
+    names = measurement_names() if only is None else only
+    return {name: _unsupported(check_system(system), name) for name in names}
+
+
+def _unsupported(system: System, name: str) -> str | None:
+    """Why a system does not have the measurement of a name."""
+    for instrument in streaming_instruments():
+        if instrument.name == name:
+            return system.unsupported_reason(instrument)
+    each = next(each for each in (*standalone_measurements(), *intervention_measurements()) if each.name == name)
+    return None if each.unsupported_reason is None else each.unsupported_reason(system)
 
 
 @shows_progress("measuring")
@@ -228,6 +206,7 @@ def measure(
     system: System,
     *instruments: Instrument,
     only: Sequence[str] | None = None,
+    interventions: bool = False,
     quick: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -237,12 +216,13 @@ def measure(
     Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
     others are missing): the streaming instruments from one replay, and those of ``standalone_measurements``, with the
     steps over depth, the growth of perturbations and the transport ratios; ``only`` selects some of them by name. With
-    ``quick`` those that sample take smaller samples; ``seed`` draws them. With instruments, only these are used. A
-    replay of a model is one forward pass for each chunk of its prompts. The Measurements keep their replicates;
-    ``reduce_replicates`` turns each into means with intervals, and ``hs.plot`` draws all of them over depth. A
-    measurement that fails is left out with a warning, unless it is named in ``only``. Raises HelmscopeError for an
-    instrument or a name in ``only`` that the system does not support. ``progress`` is called with the share of the work
-    done.
+    ``interventions`` they are ``observe.intervention_measurements`` instead, which run a model under many edits and
+    take hundreds of forward passes; ``only`` may name these too. With ``quick`` those that sample take smaller samples;
+    ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward pass for each chunk
+    of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means with intervals,
+    and ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning, unless it is
+    named in ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does not support.
+    ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -252,23 +232,26 @@ def measure(
     (['kernel_statistics', 'attention_drift', ..., 'mobility_test'], ('time', 'system'))
     """
     if instruments:
-        if only is not None or quick:
-            raise HelmscopeError("only and quick apply to all measurements, but instruments are given: omit them")
+        if only is not None or quick or interventions:
+            raise HelmscopeError(
+                "only, interventions and quick apply to all measurements, but instruments are given: omit them"
+            )
         _refuse_functions(instruments)
         return check_system(system).replay(*instruments, progress=progress)
-    names, seed = _chosen(system, only), check_seed(seed)
-    if not isinstance(quick, bool):
-        raise HelmscopeError(f"quick is {short_repr(quick)}, but it must be True or False")
+    for argument, value in (("quick", quick), ("interventions", interventions)):
+        if not isinstance(value, bool):
+            raise HelmscopeError(f"{argument} is {short_repr(value)}, but it must be True or False")
+    names, seed = _chosen(system, only, interventions), check_seed(seed)
     streaming = [each for each in streaming_instruments() if each.name in names]
-    standalone = [each for each in standalone_measurements() if each.name in names]
+    standalone = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
     report, done = check_progress(progress), 0.0
-    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(quick=quick) for each in standalone)
+    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(system, quick=quick) for each in standalone)
     measured: dict[str, xr.Dataset] = {}
     if streaming:
         measured |= system.replay(*streaming, progress=_share(report, done, REPLAY_FORWARDS, total))
         done += REPLAY_FORWARDS
     for each in standalone:
-        cost = each.cost(quick=quick)
+        cost = each.cost(system, quick=quick)
         share = _share(report, done, cost, total)
         try:
             measured[each.name] = each.function(system, quick=quick, seed=seed, progress=share)
@@ -290,19 +273,21 @@ def _refuse_functions(instruments: Sequence[object]) -> None:
             raise HelmscopeError(f"instruments[{k}] is a function: pass {classes.get(name, '')}only=['{name}']")
 
 
-def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
+def _chosen(system: System, only: Sequence[str] | None, interventions: bool) -> list[str]:
     """The names of the measurements to take; raises HelmscopeError for one that the system does not support."""
     if isinstance(system, str):
         raise HelmscopeError(
             f"system is {short_repr(system)}, but it must be a System: record the model first, "
             f"hs.measure(hs.record({short_repr(system)}))"
         )
-    reasons = unsupported_measurements(system)
     if only is None:
+        reasons = unsupported_measurements(system, only=INTERVENTIONS if interventions else None)
         supported = [name for name, reason in reasons.items() if reason is None]
         if not supported:
             raise HelmscopeError(f"system supports no measurement: {'; '.join(filter(None, reasons.values()))}")
         return supported
+    if interventions:
+        raise HelmscopeError("interventions is True and only is given, but only one of them can choose: omit one")
     if isinstance(only, str) or not isinstance(only, Sequence):
         raise HelmscopeError(f"only is {type_with_article(only)}, but it must be a list of names of measurements")
     if not only:
@@ -310,7 +295,7 @@ def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
     for i, name in enumerate(only):
         if not isinstance(name, str):
             raise HelmscopeError(f"only[{i}] is {short_repr(name)}, but it must be the name of a measurement")
-        reason = reasons[check_name("measurement", name, reasons)]
+        reason = _unsupported(system, check_name("measurement", name, (*measurement_names(), *INTERVENTIONS)))
         if reason is not None:
             raise HelmscopeError(reason)
     return list(only)

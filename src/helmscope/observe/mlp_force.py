@@ -30,7 +30,7 @@ from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.token_choice import spaced_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
+NEAR_UNIT = 2e-5  # how far from the unit vectors a norm's epsilon may have put the points that the model has read
 TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evaluated
 AXES = {"unit_sphere": "norm folded in: unit sphere", "mlp_input": "norm not folded in: MLP input"}
 LABELS = {
@@ -162,8 +163,13 @@ class MlpForce(Instrument):
         else:
             every = self.tokens is None or self.tokens >= weights.shape[-1]
             sample = None if every else spaced_tokens(weights, self.tokens, include_first_token=True)[0]
-            blocks = row_blocks(len(x), x.shape[-2] * len(prepared.algebra.rows))
-            parts = joined([prepared.at(x[block], None if sample is None else sample[block]) for block in blocks])
+            known = _reads_unit_vectors(x if tensors.point is None else tensors.point, weights)
+            parts = prepared.at(
+                x,
+                sample,
+                preactivations=tensors.preactivations if known else None,
+                force=tensors.force_value if known else None,
+            )
         tokens = token_quantities(parts, x, centered=centered)
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()
@@ -256,6 +262,12 @@ def _flat_divergence(parts: Parts, inner: Tensor, dim: int, centered: bool) -> T
     return trace - (dim - 1 - centered) * inner
 
 
+def _reads_unit_vectors(point: Tensor, weights: Tensor) -> bool:
+    """Whether the points of the tokens that count are unit vectors, but for rounding."""
+    gap = torch.where(weights > 0, torch.linalg.vector_norm(point, dim=-1) - 1, 0.0)
+    return float(gap.abs().max()) <= NEAR_UNIT
+
+
 def prepared_force(
     cache: dict[int, PreparedMLP | PreparedMixture], context: ReplayContext, tensors: MlpTensors, x: Tensor
 ) -> PreparedMLP | PreparedMixture:
@@ -289,14 +301,14 @@ def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor |
     axis = torch.zeros_like(points)
     axis[..., 0] = 1.0
     points = torch.where((weights > 0).unsqueeze(-1), points, axis)
-    broken = ~torch.isfinite(points).all(-1)
+    length = torch.linalg.vector_norm(points, dim=-1)
+    broken = ~torch.isfinite(length)
     if bool(broken.any()):
         row, token = (int(i) for i in broken.nonzero()[0])
         raise HelmscopeError(
             f"system has a state that is not finite, at {instrument.plan.replicate} {context.rows.start + row}, layer "
             f"{context.layer}, token {token}, but {instrument.name} needs finite states"
         )
-    length = torch.linalg.vector_norm(points, dim=-1)
     if bool(((length - 1).abs() > 0.1).any()):
         raise HelmscopeError(
             f"system has an MLP that reads points of length {float(length.min()):.3g} to {float(length.max()):.3g}, "

@@ -4,8 +4,8 @@ damage, and table 1 of [Additive transport].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # table 1 of [Additive transport], measured there on GPT-2: sigma, KL of noise on queries, KL of noise on keys, ratio
 PRINTED = {0.01: (0.0007, 0.0013, 1.86), 0.05: (0.0342, 0.0296, 0.86), 0.10: (0.1237, 0.1581, 1.28)}
 EFFECTS = ("entropy_change", "top_token_agreement", "top_key_agreement")
+LEVEL = {"long_name": "divergence at which the effects are compared (nats)", "valid_min": 0.0}
+SLOPE = {"long_name": "slope of log KL in log sigma"}
 RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log(x)"}
 
 
@@ -38,7 +40,7 @@ def query_key_noise_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataAr
     kl = _checked(noise).kl.mean(over)
     query, key = kl.sel(site="query", drop=True), kl.sel(site="key", drop=True)
     ratio: xr.DataArray = key / query.where(query > 0)
-    return ratio.assign_attrs(RATIO)
+    return _described(ratio, RATIO)
 
 
 def query_key_noise_slope(noise: xr.Dataset) -> xr.DataArray:
@@ -56,7 +58,7 @@ def query_key_noise_slope(noise: xr.Dataset) -> xr.DataArray:
         raise HelmscopeError(f"noise has {kl.sizes['sigma']} sizes > 0, but a slope needs at least 2")
     x = np.log(kl.sigma) - np.log(kl.sigma).mean()
     slope: xr.DataArray = (x * np.log(kl.where(kl > 0))).sum("sigma", skipna=False) / (x**2).sum()
-    return slope
+    return _described(slope, SLOPE)
 
 
 def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
@@ -83,12 +85,24 @@ def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
             mean[effect],
             input_core_dims=[[], ["sigma"], ["sigma"]],
             vectorize=True,
-        ).assign_attrs(noise[effect].attrs)
+        )
         for effect in EFFECTS
     }
-    data = {name: value.transpose(..., "prompt") for name, value in values.items()}
-    level = np.exp(level).assign_attrs(long_name="divergence at which the effects are compared (nats)")
-    return check_replicates(xr.Dataset(data | {"equal_kl": level.transpose(..., "prompt")}))
+    data = {
+        name: _described(
+            value.transpose(..., "prompt"),
+            {**noise[name].attrs, "long_name": f"{noise[name].attrs.get('long_name', name)}, at equal KL"},
+        )
+        for name, value in values.items()
+    }
+    return check_replicates(xr.Dataset(data | {"equal_kl": _described(np.exp(level).transpose(..., "prompt"), LEVEL)}))
+
+
+def _described(values: xr.DataArray, attributes: Mapping[str, Any]) -> xr.DataArray:
+    """Values with these attributes and no others: arithmetic may keep those of the divergence."""
+    found = values.copy()
+    found.attrs = dict(attributes)
+    return found
 
 
 @shows_progress("table 1 of the source on additive transport")
@@ -126,6 +140,42 @@ def query_key_noise_table(noise: xr.Dataset) -> xr.Dataset:
     table = xr.Dataset(columns | {"ratio": query_key_noise_ratio(noise).sel(sigma=list(PRINTED))}, attrs=noise.attrs)
     return check_replicates(
         table.assign_coords({f"printed_{name}": ("sigma", list(column)) for name, column in printed.items()})
+    )
+
+
+def query_key_noise_summary(noise: xr.Dataset) -> xr.Dataset:
+    """Noise on queries, keys and values in one Measurement: ``kl``, ``entropy_change``, ``top_token_agreement`` and
+    ``top_key_agreement`` as means over the draws, and ``kl_by_draw``; ``ratio`` (``query_key_noise_ratio``), whose null
+    is 1 in the kind MATCHED at second order; ``slope`` of log KL in log sigma, with null 2 (``query_key_noise_slope``);
+    and what ``query_key_noise_at_equal_kl`` returns, ``equal_kl`` and each effect as KIND_at_equal_kl.
+
+    The coordinates ``printed_query``, ``printed_key`` and ``printed_ratio`` along ``sigma`` hold table 1 of [Additive
+    transport], NaN at other sizes.
+
+    >>> from helmscope import record
+    >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), draws=2)
+    >>> summary = query_key_noise_summary(noise)
+    >>> summary.ratio.dims, summary.printed_ratio.values.tolist()
+    (('kind', 'sigma', 'prompt'), [1.86, 0.86, 1.28])
+    """
+    effects = {name: _checked(noise)[name].mean("draw", keep_attrs=True) for name in ("kl", *EFFECTS)}
+    nulls = {name: noise[name] for name in map(str, noise.data_vars) if name.endswith("_null")}
+    equal = query_key_noise_at_equal_kl(noise)
+    at_equal = {f"{effect}_at_equal_kl": equal[effect].reindex(site=noise.site) for effect in EFFECTS}
+    derived = {
+        "kl_by_draw": noise.kl.assign_attrs(long_name=f"{noise.kl.attrs.get('long_name', 'KL')}, by draw"),
+        "ratio": query_key_noise_ratio(noise),
+        "slope": query_key_noise_slope(noise),
+    }
+    if "kind" in noise.dims:
+        derived["ratio_null"] = xr.ones_like(noise.kind, float).where(noise.kind == NoiseKind.MATCHED.value)
+    table = xr.Dataset(
+        effects | nulls | derived | at_equal | {"equal_kl": equal.equal_kl, "slope_null": 2.0}, attrs=noise.attrs
+    )
+    printed = np.array([PRINTED.get(sigma, (np.nan,) * 3) for sigma in noise.sigma.values.tolist()])
+    names = ("printed_query", "printed_key", "printed_ratio")
+    return check_replicates(
+        table.assign_coords({name: ("sigma", column) for name, column in zip(names, printed.T, strict=True)})
     )
 
 

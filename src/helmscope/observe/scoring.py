@@ -41,7 +41,7 @@ class Scoring:
     def __init__(self, recording: Recording) -> None:
         check_recording(recording)
         self.runner, batch = recording.runner, recording.batch
-        self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
+        self.tokens, self.shift = _scored(recording)
         self.weights = _weights(recording, self.tokens, self.shift)
         warn_of_short_texts("losses", (self.weights.sum(-1) == 0).tolist())
         self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
@@ -134,6 +134,26 @@ def token_losses(
 ) -> Float[Tensor, " tokens"]:
     """-log p of the targets under the softmax of the logits."""
     return torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def scoring_unsupported(recording: object) -> str | None:
+    """One sentence that says why the next tokens of a system have no loss; None if they have one.
+
+    >>> scoring_unsupported("A")
+    'recording is a str, but it must be a Recording'
+    """
+    try:
+        found = check_recording(recording)
+        _weights(found, *_scored(found))
+    except HelmscopeError as error:
+        return str(error)
+    return None
+
+
+def _scored(recording: Recording) -> tuple[Batch, int]:
+    """The tokens that are predicted, and how many positions before each the logits are that predict it."""
+    batch = recording.batch
+    return (batch, 1) if batch.targets is None else (batch.targets, 0)
 
 
 def _weights(recording: Recording, tokens: Batch, shift: int) -> Float[Tensor, "batch n"]:

@@ -13,6 +13,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import DensityPath
 from helmscope.models.recording import Recording
 from helmscope.observe.diagram import PhaseDiagram
+from helmscope.observe.interventions import INTERVENTIONS
 from helmscope.observe.measure import measurement_names
 from helmscope.observe.probes import ProbeBank
 from helmscope.plots.bifurcation import bifurcation_figure
@@ -174,6 +175,6 @@ def _variable(item: xr.DataArray, **options: Any) -> Figure:
 
 @plot.register(Mapping)
 def _measurements(item: Mapping[str, xr.Dataset], **options: Any) -> Figure:
-    if item and set(item) <= set(measurement_names()) and not {"variables", "log"} & set(options):
+    if item and set(item) <= {*measurement_names(), *INTERVENTIONS} and not {"variables", "log"} & set(options):
         return _draw(measurements_figure, item, options)
     return _draw(measurement_figure, item, options)

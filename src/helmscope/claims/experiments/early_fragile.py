@@ -10,7 +10,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import prompts_or_finding
-from helmscope.claims.rank_correlation import jackknife_values, rank_correlation, spearman
+from helmscope.claims.rank_correlation import SpearmanCorrelation, jackknife_values, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, layer_ablation_damage
@@ -32,7 +32,7 @@ NO_RANGE = "noise does the same damage in every layer, so that there is no corre
 def early_fragile(case: TrialCase) -> Finding:
     """Spearman's correlation, over the layers without the skipped ones, of depth and of the divergence of the
     next-token distribution under noise of matched relative norm; the mean over prompts and draws of noise. Its interval
-    is a jackknife over layers.
+    is that of independent layers (``spearman_interval``).
 
     Described: zero and mean ablation, half-layers, the loss, what later layers repair, the first prompts' values of
     untrained twins, and the held-out error of a change-point in the logarithm of the damage over that of a trend.
@@ -119,7 +119,7 @@ def _correlation(case: TrialCase, damage: np.ndarray, depth: np.ndarray) -> Evid
     """The rank correlation with depth of damage that varies over layers."""
     if not _varies(case, damage):
         return PremiseImpossible(NO_RANGE)
-    return rank_correlation(damage[:, None], depth[:, None])
+    return SpearmanCorrelation(damage, depth)
 
 
 def _change_point(damage: np.ndarray, depth: np.ndarray) -> Evidence:
@@ -147,7 +147,7 @@ def _planted(case: TrialCase, depth: np.ndarray) -> Evidence:
     """The correlation of a planted damage that falls from 1 to 0 over the layers, with noise."""
     noise = case.constant("planted_noise") * case.normal(len(depth), index=2).numpy()
     fall = np.linspace(1.0, 0.0, len(depth)) + noise
-    return rank_correlation(fall[:, None], depth[:, None])
+    return SpearmanCorrelation(fall, depth)
 
 
 def _described(case: TrialCase, measured: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
