@@ -325,7 +325,7 @@ def _by_neighbors(path: Trajectory, k: int, principal_axes: int, neighbors: int)
     copies = torch.zeros(prompts, dtype=points.dtype, device=x.device).index_add(0, group, (~kept).to(points))
     try:
         equal_weights(weights.flatten())
-        found = NeighborDistances.of(points[kept], neighbors).pseudo_values(group[kept], prompts)
+        found = NeighborDistances.of(points[kept], neighbors).replicates(group[kept], prompts)
     except HelmscopeError:  # too few distinct tokens, or masses that differ
         found = torch.full_like(copies, torch.nan)
     return {"neighbor_entropy": found, "copies": copies}
