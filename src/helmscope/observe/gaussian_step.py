@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -214,9 +214,12 @@ class CloudPair:
         raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
 
     @full_precision
-    def moments(self, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> PairMoments:
+    def moments(self, axes: Float[Tensor, "d k"], prompts: Sequence[int] | np.ndarray) -> PairMoments:
         """The moments of both clouds in the coordinates of axes."""
-        clouds = (PooledMoments.of(each[prompts] @ axes, self.weights[prompts]) for each in (self.before, self.after))
+        clouds = (
+            PooledMoments.of(each[list(prompts)] @ axes, self.weights[list(prompts)])
+            for each in (self.before, self.after)
+        )
         return PairMoments(*clouds)
 
     def fit(

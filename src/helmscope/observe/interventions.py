@@ -138,8 +138,8 @@ def _noise_by_layer(system: System, *, quick: bool, seed: int, progress: Progres
 
 
 def _query_key_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    forms = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
-    damage = query_key_change_damage(_recording(system), forms=forms, progress=progress)
+    strengths = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
+    damage = query_key_change_damage(_recording(system), strengths=strengths, progress=progress)
     return _without(damage, _quick(quick, "the full changes, as printed"))
 
 
