@@ -30,6 +30,7 @@ from helmscope.claims.evidence import (
     ReplicatesInSomeCase,
 )
 from helmscope.claims.judge import judge
+from helmscope.claims.rank_correlation import SpearmanCorrelation
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Registered, experiments
 from helmscope.models.subject import Subject
@@ -68,6 +69,10 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
+    if isinstance(evidence, SpearmanCorrelation):
+        r = np.linspace(0, 0.999, 1000)
+        errors = np.arctanh(r) / np.sqrt((1 + r**2 / 2) / (len(evidence.first) - 3))  # from 0, by spearman_interval
+        return f"a correlation of {r[np.argmax(errors >= special.ndtri(0.975) + special.ndtri(0.9))]:.2g}"
     if isinstance(evidence, ReplicatesInEveryCase | ReplicatesInSomeCase):
         widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"

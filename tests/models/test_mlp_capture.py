@@ -11,8 +11,8 @@ import torch
 import helmscope as hs
 from helmscope.fields.mlp import MLP, affine
 from helmscope.models.mlp_capture import MlpCapture, MlpModules
-from helmscope.observe.drift_and_swirl import DriftAndSwirl
 from helmscope.observe.head_moments import HeadMoments
+from helmscope.observe.mlp_force import MlpForce
 from helmscope.types import AttentionTensors, Half, Needs, ReplayContext
 from support.model_families import inputs_of, tiny_model
 
@@ -104,9 +104,9 @@ def test_the_measurement_is_that_of_the_recomputed_force(monkeypatch):
     with torch.no_grad():
         model.transformer.wte.weight *= 500
     recording = hs.record(model, inputs_of("gpt2"))
-    reused = recording.replay(DriftAndSwirl())["drift_and_swirl"]
+    reused = recording.replay(MlpForce())["mlp_force"]
     monkeypatch.setattr(MlpCapture, "take", lambda *args: (None, None))
-    computed = recording.replay(DriftAndSwirl())["drift_and_swirl"]
+    computed = recording.replay(MlpForce())["mlp_force"]
     for name, values in computed.data_vars.items():
         np.testing.assert_allclose(reused[name].values, values.values, rtol=1e-3, atol=1e-5, err_msg=str(name))
 

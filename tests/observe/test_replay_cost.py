@@ -14,8 +14,8 @@ from helmscope.fields.activations import GELU, GELUTanh, QuickGELU, Sigmoid, SiL
 from helmscope.fields.jacobian_algebra import JacobianAlgebra
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.record import record
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, drift_and_swirl
 from helmscope.observe.measure import streaming_instruments
+from helmscope.observe.mlp_force import MlpForce, mlp_force
 from helmscope.observe.mlp_parts import prepare_mlp
 
 F32, F64 = torch.float32, torch.float64
@@ -106,7 +106,7 @@ CLOUDS = hs.sphere.retract(normal(2, 100, 5))
 def test_only_what_needs_the_jacobian_is_sampled():
     """With 7 of 100 tokens, the antisymmetric share is the mean over these; the rest is that of all tokens."""
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
-    seen, whole = drift_and_swirl(run, tokens=7), drift_and_swirl(run, tokens=None)
+    seen, whole = mlp_force(run, tokens=7), mlp_force(run, tokens=None)
     places = [round(99 * k / 6) for k in range(7)]
     for system in range(2):
         shares, radial, rest = [], [], []
@@ -138,14 +138,14 @@ def test_the_number_of_evaluated_tokens(monkeypatch):
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
     for options, each in (({}, 32), ({"tokens": 9}, 9), ({"tokens": None}, 100), ({"per_token": True}, 100)):
         counted.clear()
-        drift_and_swirl(run, **options)
+        mlp_force(run, **options)
         assert counted == [2 * each], options
 
 
 def test_refused_samples():
     for bad in (0, -1, 2.5, True):
         with pytest.raises(hs.HelmscopeError, match="tokens is"):
-            DriftAndSwirl(tokens=bad)
+            MlpForce(tokens=bad)
 
 
 # ---- memory and products

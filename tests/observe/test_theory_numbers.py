@@ -1,5 +1,5 @@
-"""Numbers of theory that no other test has: kernels that cannot be balanced [Helmholtz Transformer, no. 11], and the
-bias of nearest neighbors in 191 dimensions (no. 6)."""
+"""Numbers of the theory that no other test has: kernels that cannot be balanced [Helmholtz Transformer, no. 11], and
+the bias of nearest neighbors in 191 dimensions (no. 6)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the MLPs of a model compute during a forward: the preactivations of their neurons and their outputs, which an
-instrument would otherwise have to compute again."""
+"""What the MLPs of a model compute during a forward pass: the preactivations of their neurons and their outputs, which
+an instrument would otherwise have to compute again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class MlpCapture:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context manager: within it, forwards of the model leave the outputs of its MLPs here."""
+        """Context manager: within it, forward passes of the model leave the outputs of its MLPs here."""
         modules = {
             id(module): module
             for layer, force in zip(self.layers, self.forces, strict=True)

@@ -1,4 +1,4 @@
-"""Replay of a recording: one more forward of the model, in chunks of prompts, with all instruments attached."""
+"""Replay of a recording: one more forward pass of the model, in chunks of prompts, with all instruments attached."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def unsupported_reason(recording: Recording, instrument: Instrument) -> str | No
 
 
 class _InstrumentFailed(Exception):
-    """Wraps an exception of an instrument, so that it is not reported as a failure of the model's forward."""
+    """Wraps an exception of an instrument, so that it is not reported as a failure of the model's forward pass."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -261,7 +261,7 @@ class InstrumentFeed(Observer):
         return stream.direction[0]
 
     def _points(self, layer: int, state: Tensor) -> Tensor:
-        """The points at which the folded force equals the output of the MLP; see ``Recording.points``."""
+        """The points at which the folded force equals the output of the MLP; see ``Recording.force_points``."""
         structure = self.anatomy.layers[layer]
         norm = structure.mlp_norm
         assert norm is not None  # else `unsupported_reason` returns a sentence

@@ -6,7 +6,7 @@ is the angle, in radians to first order, by which head h turns token i: T_i proj
 direction x_i of the state y_i. It includes the head's share of the bias of the values, which can be moved to the bias
 of the output projection without changing the model; only the drift of the whole write, ``total``, does not depend on
 that choice. The drift ratio |T m| / sqrt(tr T Sigma_A T) compares the drift with the token-sampling covariance of the
-same head (``observe/attention_noise.py``): small where the mean vanishes although the values scatter. Source:
+same head (``observe/attention_diffusion.py``): small where the mean vanishes although the values scatter. Source:
 [Helmholtz Transformer, no. 11].
 """
 

@@ -3,7 +3,7 @@ everything that they share computed once.
 
 With x the unit vector that the folded force f reads, and z = sqrt(d) G x + b the output of the norm, which the module
 reads, f(x) = F(z). Both have the same neurons, but different rows (v = sqrt(d) G v_z), hence different splits: grad U
-and R of ``unit_sphere`` are those of f in x, those of ``norm_output`` are those of F in z. They are vectors of the same
+and R of ``unit_sphere`` are those of f in x, those of ``mlp_input`` are those of F in z. They are vectors of the same
 space; U has the unit of f times that of x or z. b_out and constant neurons, the harmonic part, are the same in both.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import Force
     from helmscope.fields.norms import Norm
 
-UNIT_SPHERE, NORM_OUTPUT = "unit_sphere", "norm_output"
+UNIT_SPHERE, MLP_INPUT = "unit_sphere", "mlp_input"
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +328,7 @@ def prepare_mlp(
         return PreparedMLP(force, {}, jacobian_algebra(force, like=like), harmonic)
     assert isinstance(unfolded, MLP | GatedMLP)
     own = SplitWeights.of(force, like)
-    weights = {UNIT_SPHERE: own, NORM_OUTPUT: own if unfolded is force else SplitWeights.of(unfolded, like)}
+    weights = {UNIT_SPHERE: own, MLP_INPUT: own if unfolded is force else SplitWeights.of(unfolded, like)}
     live = torch.stack([rows.to(like).any(-1) for rows in force.input_rows]).any(0)
     harmonic = affine(torch.where(live, 0.0, force.neurons(zero)), force.w_out, force.b_out)
     return PreparedMLP(force, weights, jacobian_algebra(force, like=like), harmonic)
