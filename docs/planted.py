@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from joblib import Parallel, delayed
 
 from helmscope.claims.reading import entry
 from helmscope.claims.trial import code_hash, run_trial
@@ -47,6 +48,7 @@ gathers nothing, mlp-prevents has no premise, also if MLPs scatter tokens that b
 
 def rulings(kind: str, seed: int) -> list[str]:
     """The rulings of all claims on one planted model."""
+    torch.set_num_threads(1)
     with Subject(planted_model(kind, seed), planted_rows(seed)) as subject:
         trials = [run_trial(claim, seed=seed, quick=True, subject=subject) for claim in CLAIMS]
     return [trial.verdict.ruling.value for trial in trials]
@@ -94,18 +96,17 @@ def main() -> None:
     """Try the seeds that are missing, and write and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds, from 0")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
     parser.add_argument("--afresh", action="store_true", help="try all seeds again")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.afresh:
         (HERE / "planted.json").unlink(missing_ok=True)
     table = stored()
-    for seed in range(options.seeds):
-        for kind, claims in table.items():
-            if seed < len(claims[CLAIMS[0]]):
-                continue
-            for claim, ruling in zip(CLAIMS, rulings(kind, seed), strict=True):
-                claims[claim].append(ruling)
+    due = [(kind, seed) for seed in range(options.seeds) for kind in table if seed >= len(table[kind][CLAIMS[0]])]
+    found = Parallel(n_jobs=options.workers, return_as="generator")(delayed(rulings)(*each) for each in due)
+    for (kind, _), made in zip(due, found, strict=True):
+        for claim, ruling in zip(CLAIMS, made, strict=True):
+            table[kind][claim].append(ruling)
         write(table)
     print((HERE / "planted.md").read_text())
 

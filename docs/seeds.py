@@ -3,6 +3,7 @@ and seeds.md to this folder.
 
     python docs/seeds.py --seeds 10
     python docs/seeds.py mlp-prevents residual-flow --subjects A B
+    python docs/seeds.py --workers 16
 
 A ruling that seeds.json already has is not made again as long as the entry of its claim and the code of its experiment
 have the same hashes, so that a long run can be continued; ``--afresh`` makes all of them. Rows that were not made again
@@ -19,6 +20,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
@@ -108,14 +110,34 @@ def ruling(planned: PlannedTrial, subject: Subject, seed: int) -> str:
     return trial.verdict.ruling.value
 
 
-def make_missing(planned: list[PlannedTrial], rows: Rows, seeds: int) -> None:
-    """Make the missing rulings of the claims on one subject, seed by seed, so that they share what is recorded."""
-    for seed in range(seeds):
-        with redrawn(planned[0].subject, seed) as subject:
-            for each in planned:
-                found = rows[row_name(each)]["rulings"]
-                if len(found) == seed:
-                    found.append(ruling(each, subject, seed))
+def missing_rulings(planned: list[PlannedTrial], made: list[int], seed: int) -> dict[str, str]:
+    """The rulings of those claims on one subject that have none with this seed yet, which share what is recorded."""
+    torch.set_num_threads(1)
+    due = [each for each, count in zip(planned, made, strict=True) if count <= seed]
+    if not due:
+        return {}
+    with redrawn(planned[0].subject, seed) as subject:
+        return {row_name(each): ruling(each, subject, seed) for each in due}
+
+
+def task_of(planned: PlannedTrial) -> str:
+    """What is computed in one process: one simulated claim, or all claims on a model."""
+    return planned.claim if planned.subject.is_simulation else planned.subject.name
+
+
+def make_missing(planned: list[PlannedTrial], rows: Rows, seeds: int, workers: int) -> None:
+    """Make the missing rulings and write them in the order of the seeds. A task is one seed of a simulated claim, or of
+    all claims on one model, which share what is recorded and take longest: they come first."""
+    groups = [list(group) for _, group in groupby(planned, key=task_of)]
+    groups.sort(key=lambda group: group[0].subject.is_simulation)
+    made = [[len(rows[row_name(each)]["rulings"]) for each in group] for group in groups]
+    tasks = [(k, seed) for seed in range(seeds) for k in range(len(groups))]
+    found = Parallel(n_jobs=workers, return_as="generator")(
+        delayed(missing_rulings)(groups[k], made[k], seed) for k, seed in tasks
+    )
+    for rulings in found:
+        for name, each in rulings.items():
+            rows[name]["rulings"].append(each)
         write(rows, seeds)
 
 
@@ -130,21 +152,21 @@ def main() -> None:
     parser.add_argument("claims", nargs="*", help="claims to try [default: all]")
     parser.add_argument("--subjects", nargs="*", help="subjects to try them on [default: all]")
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds, from 0")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
     parser.add_argument("--afresh", action="store_true", help="make all rulings again")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     rows = stored_rows()
     planned = [
         each
         for each in plan_trials(options.claims or list(experiments()))
         if not options.subjects or each.label in options.subjects
     ]
+    planned.sort(key=task_of)
     for each in planned:
         name = row_name(each)
         if name not in rows or options.afresh or is_stale(name, rows[name]):
             rows[name] = {"entry": entry(each.claim).hash, "code": code_hash(each.claim, None), "rulings": []}
-    for _, group in groupby(planned, key=lambda each: each.subject):
-        make_missing(list(group), rows, options.seeds)
+    make_missing(planned, rows, options.seeds, options.workers)
     write(rows, options.seeds)
     print((HERE / "seeds.md").read_text())
 

@@ -2,6 +2,7 @@
 
 python docs/trials.py
 python docs/trials.py attention-clusters radial
+python docs/trials.py --workers 16
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
+from joblib import Parallel, delayed
 from scipy import special
 
 from helmscope.claims.entry import Entry
@@ -27,6 +30,7 @@ from helmscope.claims.evidence import (
     ReplicatesInSomeCase,
 )
 from helmscope.claims.judge import judge
+from helmscope.claims.rank_correlation import SpearmanCorrelation
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Registered, experiments
 from helmscope.models.subject import Subject
@@ -65,6 +69,10 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
+    if isinstance(evidence, SpearmanCorrelation):
+        r = np.linspace(0, 0.999, 1000)
+        errors = np.arctanh(r) / np.sqrt((1 + r**2 / 2) / (len(evidence.first) - 3))  # from 0, by spearman_interval
+        return f"a correlation of {r[np.argmax(errors >= special.ndtri(0.975) + special.ndtri(0.9))]:.2g}"
     if isinstance(evidence, ReplicatesInEveryCase | ReplicatesInSomeCase):
         widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
@@ -102,19 +110,32 @@ def line(entry: Entry, tried: Registered, subject: Subject) -> str:
     )
 
 
+def made(number: int, claim: str, subject: Subject) -> tuple[int, str]:
+    """The row of a claim on a subject, computed with one thread, and its number."""
+    torch.set_num_threads(1)
+    with subject:
+        return number, line(read_catalogue()[claim], experiments()[claim], subject)
+
+
 def main() -> None:
     """Write the table of all packaged trials; the rows of claims that are not tried again stay as they are."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("claims", nargs="*", help="claims to try again; all by default")
-    again = parser.parse_args().claims or list(experiments())
-    table, entries = Path(__file__).parent / "trials.md", read_catalogue()
-    old = {tuple(row.split("|")[1:3]): row for row in table.read_text().splitlines(keepends=True) if row[:2] == "| "}
-    rows = []
-    for claim, tried in experiments().items():
-        for subject in tried.default_subjects[: 1 if tried.compares_models else None]:
-            kept = old.get((f" {claim} ", f" {subject.name} "))
-            rows.append(line(entries[claim], tried, subject) if claim in again or kept is None else kept)
-    table.write_text(HEADER + "".join(rows))
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
+    options = parser.parse_args()
+    again, table = options.claims or list(experiments()), Path(__file__).parent / "trials.md"
+    rows = {tuple(row.split("|")[1:3]): row for row in table.read_text().splitlines(keepends=True) if row[:2] == "| "}
+    order = [
+        (claim, subject)
+        for claim, tried in experiments().items()
+        for subject in tried.default_subjects[: 1 if tried.compares_models else None]
+    ]
+    keys = [(f" {claim} ", f" {subject.name} ") for claim, subject in order]
+    due = [k for k, (claim, _) in enumerate(order) if claim in again or keys[k] not in rows]
+    tasks = (delayed(made)(k, *order[k]) for k in due)
+    for k, row in Parallel(n_jobs=options.workers, return_as="generator_unordered")(tasks):
+        rows[keys[k]] = row
+        table.write_text(HEADER + "".join(rows[key] for key in keys if key in rows))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from helmscope.observe import (
     matrix_entropy,
     neighbor_entropy,
 )
-from helmscope.observe.entropy import CommonRange, moments_of, surface_fisher_information
+from helmscope.observe.entropy import PooledClouds, moments_of, surface_fisher_information
 from helmscope.observe.neighbor_entropy import NeighborDistances, distinct, principal_projection
 from helmscope.types import Trajectory
 
@@ -179,7 +179,7 @@ def test_replicates_are_scaled_by_independent_halves(groups: int) -> None:
 
 def test_halves_need_more_points_than_neighbors() -> None:
     points = normal(11, 2)
-    with pytest.raises(hs.HelmscopeError, match="a half of the groups has 4 points, but the neighbor number 4 needs"):
+    with pytest.raises(hs.HelmscopeError, match="a half of the groups has 4 points, but neighbor number 4 needs"):
         NeighborDistances.of(points, 4).replicates(torch.tensor([0] * 3 + [1] * 4 + [2] * 4), 3)
 
 
@@ -230,7 +230,7 @@ def test_ranks_that_change_are_not_minus_infinity() -> None:
     assert again.attrs["rank"] == 3
     assert again.attrs["undefined"] == "none"
     expected = gaussian_entropy(hs.sphere.retract(trajectory.states[2, :, 1:, :3]).flatten(0, 1))
-    common = CommonRange.of(hs.observe.without_first_token(trajectory))
+    common = PooledClouds.of(hs.observe.without_first_token(trajectory))
     assert float(common.moments[2].whole.gaussian_entropy) == pytest.approx(float(expected), rel=1e-12)
 
 

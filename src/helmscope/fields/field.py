@@ -17,7 +17,7 @@ import torch
 
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
-from helmscope.fields.weights import check_weights
+from helmscope.fields.weights import check_weights, fill_padding
 from helmscope.geometry.arithmetic import broadcast_shapes, check_points, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import ConciseRepr, HelmscopeError
@@ -133,7 +133,8 @@ class Field(ConciseRepr, ABC):
         """
         if self.discrete_only:
             raise HelmscopeError(f"field is {self.name}, a discrete map that has no velocity: call layer")
-        self.check_size(check_states(self, x, "x"))
+        x = check_states(self, fill_padding(x, weights, mask), "x")
+        self.check_size(x)
         combined = check_weights(x, weights, mask)
         if combined is not None and not self.takes_weights:
             raise HelmscopeError(f"weights or mask is given, but the field {self.name} does not take weights")
@@ -441,14 +442,16 @@ def as_field(field: object) -> Field:
     return field if isinstance(field, Field) else FunctionField(field)  # type: ignore[arg-type]
 
 
-def check_states(field: Field, x: object, name: str, *, normalize: bool = False) -> Float[Tensor, "*batch n d"]:
+def check_states(
+    field: Field, x: object, name: str, *, normalize: bool = False, remedy: str = ""
+) -> Float[Tensor, "*batch n d"]:
     """Return ``x`` if it has valid states of the field, else raise ``HelmscopeError``.
 
     Depending on ``field.space`` these are unit vectors (with ``normalize``, vectors of any nonzero length, which are
-    normalized), a residual stream of nonzero radius, or finite points of R^d.
+    normalized), a residual stream of nonzero radius, or finite points of R^d. ``remedy`` is that of ``check_tokens``.
     """
     if field.space is StateSpace.SPHERE:
-        return check_tokens(x, name=name, normalize=normalize)
+        return check_tokens(x, name=name, normalize=normalize, remedy=remedy)
     if field.space is StateSpace.STREAM:
         check_tokens(x, name=name, normalize=True)
         assert isinstance(x, torch.Tensor)

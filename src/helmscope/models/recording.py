@@ -13,14 +13,22 @@ from helmscope.models.certify import certified_again
 from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keeper, KeepState, KeepWeights, KeptTensors
 from helmscope.models.names import layer_number
-from helmscope.models.place import FrozenTokens, PutState, check_states
+from helmscope.models.put_state import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import replay, unsupported_reason
 from helmscope.models.sites import AbstractEdit
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    Plottable,
+    Trajectory,
+    pluralized,
+    record_first,
+    short_repr,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -53,9 +61,9 @@ class Recording(Plottable):
     which the model was run. Methods that need values that are not stored run the model again under the same edits
     (``runner``). ``tokenizer`` is None if none was passed or loaded with the model.
 
-    The stored tensors have no gradients. ``logits`` and ``stream`` compute them on request by running the model again:
-    with ``gradients=True``, gradients flow to the model's parameters, to the tensors that edits use and to the
-    ``states`` of ``resume``.
+    The stored tensors have no gradients. ``logits`` and ``residual_stream`` compute them on request by running the
+    model again: with ``gradients=True``, gradients flow to the model's parameters, to the tensors that edits use and to
+    the ``states`` of ``resume``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -102,7 +110,8 @@ class Recording(Plottable):
     @property
     def trajectory(self) -> Trajectory:
         """The states of the tokens over depth: unit vectors (depth, batch, n, d), the radii that were divided out, and
-        the weight of each token in statistics (0 for padding and special tokens).
+        the weight of each token in statistics (0 for padding and special tokens). The states of padding are zero
+        vectors, which functions of tokens refuse where they are called without weights.
         """
         self.certificate.require("trajectory")
         stream, counted = self.residual, self.batch.counted
@@ -137,9 +146,19 @@ class Recording(Plottable):
         path = self.trajectory
         if not self.anatomy.post_norm:
             return path
+        return replace(path, states=self.stream_on_sphere.direction, radius=self.stream_on_sphere.radius)
+
+    @cached_property
+    def stream_on_sphere(self) -> ResidualStream:
+        """The stored states of ``on_sphere``, those of padding included; in a model that is not post-norm, those of the
+        residual stream.
+        """
+        if not self.anatomy.post_norm:
+            return self.residual
         self.certificate.require("on_sphere")
         plain = on_sphere(self)
-        return replace(path, states=plain.direction, radius=plain.radius)
+        plain.hide(self.visible)
+        return plain
 
     @property
     def layers(self) -> range:
@@ -174,11 +193,11 @@ class Recording(Plottable):
             raise HelmscopeError(f"depth is {depth!r}, but this recording has depths {self.first} to {last}")
         return depth - self.first
 
-    def stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
+    def residual_stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
         """The residual stream at a depth, with its radius and mean; with ``gradients`` recomputed differentiably.
 
         >>> from helmscope import record
-        >>> record("A", ["Once upon a time"]).stream(depth=1).shape
+        >>> record("A", ["Once upon a time"]).residual_stream(depth=1).shape
         torch.Size([1, 4, 192])
         """
         self.certificate.require("trajectory")
@@ -190,7 +209,8 @@ class Recording(Plottable):
         return torch.cat(keep.states)
 
     def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
+        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model. The rows of
+        padding are 0, so that functions of rows, such as ``hs.kernel.row_entropy``, are NaN there.
 
         >>> from helmscope import record
         >>> weights = record("A", ["Once upon a time"]).kernel(layer=0)
@@ -202,7 +222,8 @@ class Recording(Plottable):
 
     def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
-        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
+        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model. The rows
+        of padding are 0.
 
         >>> from transformers import T5Config, T5Model
         >>> sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
@@ -222,21 +243,26 @@ class Recording(Plottable):
     def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
         kept = self.kept.get("cross kernel" if cross else "kernel")
         if kept is not None:
-            return kept[layer]
-        keep = KeepWeights(layer, cross=cross)
-        self.runner.forward(keep)
-        return torch.cat(keep.weights)
+            weights = kept[layer]
+        else:
+            keep = KeepWeights(layer, cross=cross)
+            self.runner.forward(keep)
+            weights = torch.cat(keep.weights)
+        if self.visible is None:
+            return weights
+        queries = self.visible.to(weights.device)[:, None, :, None]
+        return torch.where(queries, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
 
     def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
         multiplier. A norm after the MLP (sandwich) is not included.
 
-        Its value at ``points`` is what the module computes, before any edit of what it writes.
+        Its value at ``force_points`` is what the module computes, before any edit of what it writes.
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time", "The cat sat"])
         >>> force = recording.force(layer=4)
-        >>> type(force).__name__, force.ambient(recording.points(layer=4)).shape
+        >>> type(force).__name__, force.ambient(recording.force_points(layer=4)).shape
         ('MLP', torch.Size([2, 4, 192]))
         """
         self.certificate.require("force")
@@ -244,7 +270,7 @@ class Recording(Plottable):
         assert force is not None  # else `require` would have raised
         return force.folded()
 
-    def points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
+    def force_points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
         """The points at which ``force`` of the same layer equals the output of the MLP: normalized(z) / sqrt(d), where
         z is the input of its norm.
 
@@ -253,7 +279,7 @@ class Recording(Plottable):
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time", "The cat sat"])
-        >>> recording.points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
+        >>> recording.force_points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
         True
         """
         self.certificate.require("force")
@@ -269,7 +295,8 @@ class Recording(Plottable):
     ) -> Recording:
         """Run the model again from a depth on, with other directions there; radii and means are unchanged.
 
-        ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
+        ``states`` are unit vectors; padding may also be zero vectors, as in ``trajectory``, and then keeps its recorded
+        directions. Tokens where ``frozen`` is True keep their recorded states at every later depth,
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
 
         >>> from helmscope import record
@@ -284,7 +311,8 @@ class Recording(Plottable):
     def resumed_runner(
         self, *, depth: int, states: Float[Tensor, "batch n d"], frozen: Bool[Tensor, "batch n"] | None = None
     ) -> Runner:
-        """The runner with which ``resume`` runs the model, for own observers and for derivatives by ``states``.
+        """The runner with which ``resume`` runs the model, for own observers and for derivatives with respect to
+        ``states``.
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time"])
@@ -293,7 +321,8 @@ class Recording(Plottable):
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        check_states(states, self.residual.direction[step], frozen)
+        check_states(states, self.residual.direction[step], frozen, self.residual.hidden)
+        states = self.residual.with_hidden(step, states)
         radius, mean = self.residual.radius[step], self.residual.mean
         earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
         held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
@@ -310,7 +339,7 @@ class Recording(Plottable):
         keep: KeptTensors = KeptTensors.NOTHING,
         progress: ProgressOption = None,
     ) -> Recording:
-        """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
+        """Record the same texts under further edits of the forward pass; ``keep`` and ``progress`` as for ``record``.
 
         For an encoder-decoder model, ``encoder`` is a further edit of its encoder, a list of them, or a recording made
         by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
@@ -318,10 +347,10 @@ class Recording(Plottable):
         Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
 
         >>> from helmscope import record
-        >>> from helmscope.models.place import PutState
+        >>> from helmscope.models.put_state import PutState
         >>> recording = record("A", ["Once upon a time"])
-        >>> state = PutState(0, 0 * recording.stream(depth=0), recording.anatomy)
-        >>> float(recording.under(state).stream(depth=0).abs().max())
+        >>> state = PutState(0, 0 * recording.residual_stream(depth=0), recording.anatomy)
+        >>> float(recording.under(state).residual_stream(depth=0).abs().max())
         0.0
         """
         edited_encoder = self._encoder_under(encoder)
@@ -361,6 +390,7 @@ class Recording(Plottable):
         stream, errors = recorder.recorded()
         stream = stream.since(first)
         certificate = certified_again(self.certificate, runner, stream, errors, first=first)
+        stream.hide(self.visible)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def unsupported_reason(self, instrument: Instrument) -> str | None:
@@ -407,7 +437,7 @@ class Recording(Plottable):
         if depth is None:
             return self.runner.outputs(rows=rows, gradients=gradients)
         self.certificate.require("lens over depth")
-        state = self.stream(depth=depth, gradients=gradients)
+        state = self.residual_stream(depth=depth, gradients=gradients)
         put = PutState(self.anatomy.depths.last, state, self.anatomy)
         return self.runner.under(put).outputs(rows=rows, gradients=gradients)
 
@@ -430,8 +460,10 @@ def check_recording(recording: object) -> Recording:
     >>> check_recording("A")
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording
+    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording: record a model first, hs.record('A')
     """
     if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        raise HelmscopeError(
+            f"recording is {type_with_article(recording)}, but it must be a Recording{record_first(recording)}"
+        )
     return recording

@@ -18,13 +18,13 @@ How to read it. A ratio below 1 does not need a manifold: an MLP that stretches 
 tokens differ, has one too. The null assigns b_1, ..., c_k at random to the two kinds.
 How it fails. The nearest of a few thousand tokens in some hundred dimensions are not near (``neighbor_angle``), and
 their axes describe the cloud at that scale. A token whose neighbors span fewer than k dimensions does not count.
-Cost. No forward; derivatives along 2 k directions at each sampled token, about 2 k forwards of its MLP.
+Cost. No forward pass; derivatives along 2 k directions at each sampled token, about 2 k forward passes of its MLP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle, project, retract
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
 from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
@@ -149,7 +150,7 @@ def cloud_projection(
     principal_axes: int = 8,
     tokens: int | None = 16,
     planted_share: float | None = None,
-    layers: Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -184,7 +185,7 @@ def cloud_projection(
             f"the directions, {room}"
         )
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
-    chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
+    chosen = chosen_layers(recording, layers)
     sampled = None if tokens is None else check_integer("tokens", tokens, at_least=1)
     report, seed = check_progress(progress), check_seed(seed)
     rows = []
@@ -240,7 +241,9 @@ class _HalfStep:
             return z + _without_mean(force.ambient(plain(z) / math.sqrt(z.shape[-1])), centered)
 
         after = anatomy.depths.steps * (layer + 1)
-        states, following = (_without_mean(recording.stream(depth=k).double(), centered) for k in (after - 1, after))
+        states, following = (
+            _without_mean(recording.residual_stream(depth=k).double(), centered) for k in (after - 1, after)
+        )
         weights = token_weights(states, None if counted is None else counted.to(states.device))
         allowed = TOLERANCE[anatomy.model.dtype]
         return cls(layer, states, following, weights, half_step, allowed, centered)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.linkage import clusters, collapse_padding, spanning_tree
+from helmscope.geometry.linkage import clusters, spanning_tree
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import token_weights
+from helmscope.observe.observable import observable
+from helmscope.observe.track import counted_tokens
 from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import HelmscopeError, check_real
 
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 
+@observable
 @progress_reporting(None, "counting clusters")
 def cluster_count(
-    x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, max_angle: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
     """Number of single-linkage clusters among the tokens of positive weight of each cloud.
 
-    Tokens connected by steps of at most ``radius`` >= 0 radians form one cluster.
+    Tokens connected by steps of at most ``max_angle`` >= 0 radians form one cluster.
 
-    >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
+    >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), max_angle=0.1)
     tensor(2)
     """
-    radius = check_real("radius", radius, at_least=0)
-    counted = token_weights(check_tokens(x), weights) > 0
-    label = clusters(collapse_padding(x, counted), radius)
+    max_angle = check_real("max_angle", max_angle, at_least=0)
+    x = counted_tokens(x, weights)
+    label = clusters(x, max_angle)
     return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
 
 
@@ -76,6 +78,7 @@ class MergeTree:
         return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(n - 1, 4)
 
 
+@observable
 @shows_progress("merge trees")
 def merge_tree(x: Float[Tensor, "*batch n d"], *, progress: ProgressOption = None) -> MergeTree:
     """Single-linkage tree of each cloud (..., n, d) by geodesic distance; ``progress`` is called with the share of the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.meanfield.jko_gaussian import CovarianceStep
-    from helmscope.observe.layer_energy import LayerEnergy
+    from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
 
 SMALLEST, LARGEST, COARSE = 1e-3, 1e2, 9  # of tau: a grid in its logarithm
 FINE, FEW = 1e-3, 14  # tolerance in log tau, and the most evaluations of its search
@@ -49,15 +49,15 @@ class Minimum(NamedTuple):
 class FittedStep:
     """A step of size ``tau`` for an energy, in coordinates along ``axes``.
 
-    >>> from helmscope.observe.layer_energy import LayerEnergy
+    >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
     >>> eye = torch.eye(1).double()
-    >>> step = FittedStep(LayerEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
+    >>> step = FittedStep(QuadraticFreeEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
     >>> law = step.minimizer(Gaussian(2 * eye[0], 1.69 * eye))
     >>> law.mean.item(), law.covariance.sqrt().item()
     (1.7391304347826..., 1.1604092159529...)
     """
 
-    energy: LayerEnergy
+    energy: QuadraticFreeEnergy
     tau: float
     axes: Float[Tensor, "d k"]
 
@@ -72,9 +72,9 @@ class FittedStep:
     def minimum(self, before: Gaussian) -> Minimum:
         """The law after a step from ``before``, with what its derivatives need.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> still = FittedStep(LayerEnergy(0 * eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> still = FittedStep(QuadraticFreeEnergy(0 * eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> still.minimum(Gaussian(eye[0], eye)).gap
         0.0
         """
@@ -88,9 +88,9 @@ class FittedStep:
     def objective(self, law: Gaussian, before: Gaussian) -> float:
         """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> step.objective(Gaussian(eye[0], eye), Gaussian(0 * eye[0], eye))  # (1 + 1) / 2 and a distance of 1
         1.5
         """
@@ -105,9 +105,9 @@ class FittedStep:
     def closed(self, before: Gaussian, after: Gaussian) -> float:
         """1 - W2(after, minimizer) / W2(before, minimizer); NaN where the step moves nothing.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> before = Gaussian(eye[0], eye)
         >>> round(step.closed(before, step.minimizer(before)), 6), abs(step.closed(before, before)) < 1e-15
         (1.0, True)
@@ -118,9 +118,9 @@ class FittedStep:
     def values(self, before: Gaussian, after: Gaussian) -> list[float]:
         """The share, and the objective at the input, the output and the minimizer.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> abs(step.values(Gaussian(eye[0], eye), Gaussian(eye[0], eye))[0]) < 1e-15
         True
         """
@@ -214,17 +214,21 @@ class CloudPair:
         raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
 
     @full_precision
-    def moments(self, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> PairMoments:
+    def moments(self, axes: Float[Tensor, "d k"], prompts: Sequence[int] | np.ndarray) -> PairMoments:
         """The moments of both clouds in the coordinates of axes."""
-        clouds = (PooledMoments.of(each[prompts] @ axes, self.weights[prompts]) for each in (self.before, self.after))
+        clouds = (
+            PooledMoments.of(each[list(prompts)] @ axes, self.weights[list(prompts)])
+            for each in (self.before, self.after)
+        )
         return PairMoments(*clouds)
 
-    def fit(self, energy: LayerEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> FittedStep:
+    def fit(
+        self, energy: QuadraticFreeEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray
+    ) -> FittedStep:
         """The step whose tau has the largest share of the gap closed in some prompts."""
         before, after = self.moments(axes, prompts).laws()
         inner = energy.along(axes)
-        softest = float(inner.steps.values[0])
-        most = LARGEST if softest >= 0 else min(LARGEST, -STABLE / softest)
+        most = largest_tau(inner)
         low, high = float(np.log(min(SMALLEST, most / 2))), float(np.log(most))
 
         def share(log_tau: float) -> float:
@@ -232,6 +236,18 @@ class CloudPair:
             return found if np.isfinite(found) else -np.inf
 
         return FittedStep(inner, float(np.exp(_largest(share, low, high))), axes)
+
+
+def largest_tau(energy: QuadraticFreeEnergy) -> float:
+    """The largest tau that is tried for an energy: 0.9 of that below which the step has a minimum, and at most 100.
+
+    >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
+    >>> eye = torch.eye(1).double()
+    >>> [largest_tau(QuadraticFreeEnergy(k * eye, 0 * eye[0], 0 * eye[0], 0.0)) for k in (1, -9)]
+    [100.0, 0.1]
+    """
+    softest = float(energy.steps.values[0])
+    return LARGEST if softest >= 0 else min(LARGEST, -STABLE / softest)
 
 
 def _separate(moments: CloudMoments) -> Iterator[CloudMoments]:

@@ -14,14 +14,14 @@ encoder reads. All of them are scored, the first one too: it is predicted from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
 from helmscope.intervene.attention import AblateHead
-from helmscope.models.names import parse_head
+from helmscope.models.names import Layers, chosen_layers, parse_head
 from helmscope.models.recording import Recording
 from helmscope.models.sites import AbstractEdit
 from helmscope.observe.scoring import Scoring
@@ -109,10 +109,10 @@ def loss_under_edits(
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
-    ``baseline`` is the loss of each prompt without the edits, ``loss_increase`` how much higher ``loss`` is, all in
-    nats; ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary. Each edit
-    takes one forward from the first layer that it changes; earlier layers are not run again. The result equals
-    ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
+    ``baseline_loss`` is the loss of each prompt without the edits, ``loss_increase`` how much higher ``loss`` is, all
+    in nats; ``loss_null`` and ``baseline_loss_null`` are the loss log |V| of a uniform guess over the vocabulary. Each
+    edit takes one forward pass from the first layer that it changes; earlier layers are not run again. The result
+    equals ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
     ``edits`` maps names to edits and must not be empty.
 
     >>> import torch
@@ -142,19 +142,19 @@ def loss_under_edits(
 def head_ablation_loss(
     recording: Recording,
     *,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     heads: str | Sequence[str] | None = None,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    ``baseline`` is the loss of each prompt with all heads, ``loss_increase`` how much higher ``loss`` is, all in nats;
-    ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
-    model, and ``loss_increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
+    ``baseline_loss`` is the loss of each prompt with all heads, ``loss_increase`` how much higher ``loss`` is, all in
+    nats; ``loss_null`` and ``baseline_loss_null`` are the loss log |V| of a uniform guess over the vocabulary, not that
+    of the model, and ``loss_increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
     layers, by number or by name as for ``recording.layer``; by default all layers. ``heads`` selects single heads
     instead, by names such as "L3H5" or ["L3H5", "L4H0"]. In a decoder with cross-attention, the heads are those of
     self-attention; ``loss_under_edits`` takes ``AblateHead`` at Site.CROSS_HEADS. The output of an ablated head is 0,
-    as under ``AblateHead``. Each head takes one forward, from its layer on. Entries of heads that a layer does not
+    as under ``AblateHead``. Each head takes one forward pass, from its layer on. Entries of heads that a layer does not
     have, or that ``heads`` does not name, are NaN. ``reduce_replicates(measured)`` returns means over prompts with
     their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where ``next_token_loss``
     does, and for a layer whose heads cannot be separated.
@@ -186,7 +186,7 @@ def head_ablation_loss(
 def heads_to_ablate(recording: Recording, layers: object, heads: object) -> list[tuple[int, int]]:
     """Layer and head of each head that is ablated: all heads of the layers, or those that are named."""
     if heads is None:
-        numbers = layer_numbers(recording, layers)
+        numbers = chosen_layers(recording, layers)
         return [(layer, head) for layer in numbers for head in range(_head_count(recording, layer))]
     if layers is not None:
         raise HelmscopeError(
@@ -214,25 +214,6 @@ def _head_count(recording: Recording, layer: int) -> int:
     return count
 
 
-def layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
-    """The numbers of one or several layers, given by number or name; None means all."""
-    if layers is None:
-        return recording.layers
-    if isinstance(layers, int | str):
-        return [recording.layer(layers)]
-    if not isinstance(layers, Iterable):
-        raise HelmscopeError(
-            f"layers is {short_repr(layers)}, but it must be a layer, a list of layers, or None for all"
-        )
-    numbers = [recording.layer(layer) for layer in layers]
-    if not numbers:
-        raise HelmscopeError("layers is empty, but it must hold at least one layer")
-    for k, number in enumerate(numbers):
-        if number in numbers[:k]:
-            raise HelmscopeError(f"layers holds layer {number} twice, but all layers must be different")
-    return numbers
-
-
 def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, list[Any]], title: str) -> xr.Dataset:
     """The Measurement of mean losses: ``means[0]`` without edits, ``means[1:]`` under the edits along ``axes``."""
     dims, shape = (*axes, "prompt"), (*map(len, axes.values()), means.shape[-1])
@@ -241,8 +222,8 @@ def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, l
         "loss_null": scoring.null,
         "loss_increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
         "loss_increase_null": 0.0,
-        "baseline": ("prompt", means[0], BASELINE),
-        "baseline_null": scoring.null,
+        "baseline_loss": ("prompt", means[0], BASELINE),
+        "baseline_loss_null": scoring.null,
     }
     return _in_nats(xr.Dataset(data, {**axes, **scoring.coords}, {**scoring.attributes, "title": title}))
 

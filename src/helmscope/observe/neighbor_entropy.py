@@ -32,6 +32,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.nearest import distinct_points
+from helmscope.observe.observable import observable
 from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, check_integer
 
@@ -47,6 +48,7 @@ HALVES = 16  # random pairs of halves
 BLOCK = 512  # rows of distances in memory
 
 
+@observable
 def neighbor_entropy(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None = None,
@@ -185,9 +187,7 @@ class NeighborDistances:
         found: Tensor = torch.special.digamma(n) - torch.special.digamma(k) + volume + p * total / n
         return found
 
-    def replicates(
-        self, group: Int[Tensor, " n"], groups: int, *, halves: int = HALVES
-    ) -> Float[Tensor, " groups"]:
+    def replicates(self, group: Int[Tensor, " n"], groups: int, *, halves: int = HALVES) -> Float[Tensor, " groups"]:
         """One replicate for each of ``groups`` groups of points, given the group of each point, from ``halves`` random
         pairs of halves, which are always the same: their mean is the estimate from all points, and their Student
         interval that of the module's docstring. The projection is not made again. Raises HelmscopeError where too few
@@ -221,7 +221,7 @@ class NeighborDistances:
         for half in (first, ~first):
             if int(half.sum()) <= self.neighbors:
                 raise HelmscopeError(
-                    f"a half of the groups has {int(half.sum())} points, but the neighbor number {self.neighbors} needs "
+                    f"a half of the groups has {int(half.sum())} points, but neighbor number {self.neighbors} needs "
                     f"at least {self.neighbors + 1}"
                 )
             parts.append(self._estimate(logs[half].sum(), half.sum().to(logs)))
@@ -268,7 +268,7 @@ class NeighborDistances:
         count = stays.cumsum(-1)
         place = (count == k).to(torch.int8).argmax(-1, keepdim=True)
         found = self.distances[rows].gather(-1, place).squeeze(-1)
-        for few in (count[:, -1] < k).nonzero()[:, 0].split(BLOCK):
+        for few in torch.split((count[:, -1] < k).nonzero()[:, 0], BLOCK):
             row = rows[few]
             far = _distances(self.points[row], self.points)
             out = label == gone[few].unsqueeze(-1) if gone is not None else label != label[row].unsqueeze(-1)

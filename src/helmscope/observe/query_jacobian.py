@@ -1,11 +1,11 @@
 """Derivatives D_y q of the queries of chosen tokens by the states of these tokens, by automatic differentiation.
 
-One vector-Jacobian product for each coordinate of the queries has the derivatives of all tokens of a forward, through
-the norm and whatever a family does to its queries, at the cost of a backward pass through all of them. But a query
-depends only on the state of its own token and on its position. So the chosen tokens of all prompts are packed into the
-few rows of a second forward, every token at its own position, with their states put in before each layer: 128 tokens
-of 64 prompts take about five rows. Where the queries of that forward are not those of the first one (edits that differ
-from row to row, positions that depend on padding), all prompts are differentiated instead.
+One vector-Jacobian product for each coordinate of the queries has the derivatives of all tokens of a forward pass at
+once, through the norm and whatever a family does to its queries, at the cost of a backward pass through all of them.
+But a query depends only on the state of its own token and on its position. So the chosen tokens of all prompts are
+packed into the few rows of a second forward pass, every token at its own position, with their states put in before each
+layer: 128 tokens of 64 prompts take about five rows. Where the queries of that pass are not those of the first one
+(edits that differ from row to row, positions that depend on padding), all prompts are differentiated instead.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def query_jacobians(
     return found.jacobians
 
 
-def packed_rows(
-    chosen: Int[Tensor, "rows tokens"], counts: Bool[Tensor, "rows tokens"]
-) -> Int[Tensor, "rows tokens"]:
+def packed_rows(chosen: Int[Tensor, "rows tokens"], counts: Bool[Tensor, "rows tokens"]) -> Int[Tensor, "rows tokens"]:
     """The row of each token when tokens of different prompts share rows, no two of them with the same position in one
     row; 0 for those that do not count.
 
@@ -99,7 +97,7 @@ class _State:
 
 
 class _Chosen(Observer):
-    """Observer: the states and queries of chosen tokens (rows, tokens) in every layer; row 0 is the prompt ``first``."""
+    """Observer: states and queries of chosen tokens (rows, tokens) in every layer; row 0 is the prompt ``first``."""
 
     needs_all_layers = True
     sees_attention = True
@@ -141,7 +139,7 @@ class _Chosen(Observer):
 
 class _Jacobians(Observer):
     """Observer: the queries, and their derivatives by the input of the layer, at the places (row, position) of tokens
-    (prompts, tokens), each in the row of a forward that ``places`` says and at the position that ``chosen`` says.
+    (prompts, tokens), each in the row of a forward pass that ``places`` says and at the position that ``chosen`` says.
     """
 
     needs_all_layers = True
@@ -154,7 +152,7 @@ class _Jacobians(Observer):
         self.jacobians: dict[int, Tensor] = {}
 
     def run(self, rows: slice, states: Mapping[int, Tensor] | None) -> None:
-        """Differentiate a forward of the texts ``rows``, with ``states`` in place of its own, if there are any."""
+        """Differentiate a forward pass of the texts ``rows``, with ``states`` in place of its own, if there are any."""
         runner = self.recording.runner.under(_Leaves(self.leaves, states))
         runner.forward(self, rows=rows, gradients=True, progress=False)
         self.leaves.clear()
@@ -169,9 +167,9 @@ class _Jacobians(Observer):
         heads, r = query.shape[1], query.shape[-1]
         prompts, tokens = self.chosen.shape
         if layer not in self.jacobians:
-            like = {"dtype": y.dtype, "device": y.device}
-            self.queries[layer] = torch.zeros(prompts, heads, tokens, r, dtype=query.dtype, device=query.device)
-            self.jacobians[layer] = torch.zeros(prompts, heads, tokens, r, y.shape[-1], **like)  # type: ignore[arg-type]
+            shape = (prompts, heads, tokens, r)
+            self.queries[layer] = torch.zeros(shape, dtype=query.dtype, device=query.device)
+            self.jacobians[layer] = torch.zeros(*shape, y.shape[-1], dtype=y.dtype, device=y.device)
         here = self.counts & (self.places >= self.rows.start) & (self.places < self.rows.stop)
         prompt, token = here.nonzero(as_tuple=True)
         row, position = self.places[here] - self.rows.start, self.chosen[here]
@@ -189,7 +187,7 @@ class _Jacobians(Observer):
 
 @dataclass(frozen=True, eq=False)
 class _Leaves(AbstractEdit):
-    """Makes the input of every layer, or ``states`` in its place, a leaf of the graph; keys and values are constants."""
+    """Makes the input of a layer, or ``states`` in its place, a leaf of the graph, and keys and values constants."""
 
     leaves: dict[int, Tensor] = field(repr=False)
     states: Mapping[int, Tensor] | None = field(repr=False, default=None)

@@ -99,16 +99,14 @@ def simulated_slopes(
 
 
 class RecordedSlopes(Observer):
-    """Observer: D_y P_ij of every layer of a recording at chosen tokens, in a forward that also feeds an instrument.
-    ``choose(context, state)`` returns the tokens of some prompts (rows, tokens), and which of them count.
+    """Observer: D_y P_ij of every layer of a recording at chosen tokens, in a forward pass that also feeds an
+    instrument. ``choose(context, state)`` returns the tokens of some prompts (rows, tokens), and which of them count.
     """
 
     needs_all_layers = True
     sees_attention = True
 
-    def __init__(
-        self, recording: Recording, choose: Callable[[ReplayContext, Tensor], tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, recording: Recording, choose: Callable[[ReplayContext, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.recording, self.choose = recording, choose
         self._group = slice(0, 0)
         self._chosen = torch.empty(0, 0, dtype=torch.long, device="cpu")
@@ -178,7 +176,7 @@ class RecordedSlopes(Observer):
         if not float(difference) <= AGREEMENT:
             raise HelmscopeError(
                 f"layer {layer} of {type(self.recording.anatomy.model).__name__} computes other attention weights for "
-                "some queries alone, but the derivatives by one query need the same ones"
+                "some queries alone, but the derivatives with respect to one query need the same ones"
             )
         columns = []
         for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):

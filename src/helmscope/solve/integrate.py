@@ -10,7 +10,7 @@ import torch
 from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened, selected
-from helmscope.fields.weights import check_weights
+from helmscope.fields.weights import check_weights, fill_padding
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import Event, check_options
@@ -66,7 +66,7 @@ def integrate(
     reason and a remedy. Under an adaptive stepper a system that has stopped moving is not integrated further, and its
     later states are equal: no token would move by more than the tolerance in the remaining time, and no perturbation
     would grow (``solve/rest.py``). Fixed steps are taken up to the last time in any case, unless a terminal event such
-    as ``ClusterMerge(radius, terminal=True)`` ends them.
+    as ``ClusterMerge(max_angle, terminal=True)`` ends them.
 
     ``merge`` replaces tokens within so many radians of each other by one weighted token, which removes the fast rates
     within clusters from stiff flows (see ``merge_tokens`` for when that is valid). ``weights`` and ``mask`` make the
@@ -145,7 +145,7 @@ def make_problem(
     if not isinstance(normalize, bool):
         raise HelmscopeError(f"normalize is {normalize!r}, but it must be True or False")
     field = as_field(field)
-    x = check_start(field, x0, normalize=normalize)
+    x = check_start(field, fill_padding(x0, weights, mask), normalize=normalize)
     clock = check_times(times)
     stepper = _check_stepper(stepper, field, noise)
     if not isinstance(stepper, AdaptiveStepper):

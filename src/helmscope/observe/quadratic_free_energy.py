@@ -8,7 +8,7 @@ radius,
 
 that is V(x) = <slope, x - at> + <x - at, stiffness (x - at)> / 2: the symmetric part of the mean Jacobian, whatever the
 weights of the MLP are, and no algebraic split. nu is the diffusivity of Sigma_A (mode A, summed over heads, over
-|y|^2), as in ``attention_noise``. Attention counts in nu only [Helmholtz Transformer, no. 10].
+|y|^2), as in ``attention_diffusion``. Attention counts in nu only [Helmholtz Transformer, no. 10].
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP, linear
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.jko_gaussian import QuadraticSteps
-from helmscope.observe.drift_and_swirl import unit_points
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
+from helmscope.observe.mlp_force import unit_points
 from helmscope.observe.track import token_mean, token_weights
 from helmscope.types import Instrument, Needs, type_with_article
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerEnergy:
+class QuadraticFreeEnergy:
     """Free energy with a quadratic potential: F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x -
     at)> / 2, in float64, and what each prompt contributed to it, if that is known.
 
     >>> one = torch.ones(1, 1).double()
-    >>> LayerEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])
+    >>> QuadraticFreeEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])
     tensor([2.], dtype=torch.float64)
     """
 
@@ -63,27 +63,27 @@ class LayerEnergy:
         """grad V at x.
 
         >>> one = torch.ones(1, 1).double()
-        >>> LayerEnergy(2 * one, 0 * one[0], one[0], 0.4).slope_at(one[0])
+        >>> QuadraticFreeEnergy(2 * one, 0 * one[0], one[0], 0.4).slope_at(one[0])
         tensor([0.], dtype=torch.float64)
         """
         return self.slope + self.stiffness @ (x - self.at)
 
     @full_precision
-    def along(self, axes: Float[Tensor, "d k"]) -> LayerEnergy:
+    def along(self, axes: Float[Tensor, "d k"]) -> QuadraticFreeEnergy:
         """The same on the span of orthonormal axes, in their coordinates.
 
         >>> eye = torch.eye(2).double()
-        >>> LayerEnergy(eye, eye[0], eye[1], 0.4).along(eye[:, :1]).slope
+        >>> QuadraticFreeEnergy(eye, eye[0], eye[1], 0.4).along(eye[:, :1]).slope
         tensor([1.], dtype=torch.float64)
         """
         stiffness = axes.mT @ self.stiffness @ axes
-        return LayerEnergy((stiffness + stiffness.mT) / 2, axes.mT @ self.slope, axes.mT @ self.at, self.nu)
+        return QuadraticFreeEnergy((stiffness + stiffness.mT) / 2, axes.mT @ self.slope, axes.mT @ self.at, self.nu)
 
-    def with_noise_of(self, other: LayerEnergy | None) -> LayerEnergy:
+    def with_noise_of(self, other: QuadraticFreeEnergy | None) -> QuadraticFreeEnergy:
         """This potential with the nu of another energy of the same prompts, or with nu = 0 if it is None.
 
         >>> one = torch.ones(1, 1).double()
-        >>> LayerEnergy(one, one[0], one[0], 0.4).with_noise_of(None).nu
+        >>> QuadraticFreeEnergy(one, one[0], one[0], 0.4).with_noise_of(None).nu
         0.0
         """
         parts = self.parts
@@ -97,7 +97,8 @@ class EnergyChanges(NamedTuple):
     """Changes of an energy, (prompt, ...) each.
 
     >>> zero = torch.zeros(3, 2).double()
-    >>> EnergyChanges(zero[:, :, None] * zero[:, None], zero, zero, zero[:, 0]).along(torch.eye(2).double()[:, :1]).slope
+    >>> changes = EnergyChanges(zero[:, :, None] * zero[:, None], zero, zero, zero[:, 0])
+    >>> changes.along(torch.eye(2).double()[:, :1]).slope
     tensor([[0.],
             [0.],
             [0.]], dtype=torch.float64)
@@ -114,23 +115,23 @@ class EnergyChanges(NamedTuple):
         turned = axes.to(self.stiffness)
         return EnergyChanges(turned.mT @ self.stiffness @ turned, self.slope @ axes, self.at @ axes, self.nu)
 
-    def applied(self, energy: LayerEnergy) -> Iterator[LayerEnergy]:
+    def applied(self, energy: QuadraticFreeEnergy) -> Iterator[QuadraticFreeEnergy]:
         """An energy after each of the changes."""
         for stiffness, slope, at, nu in zip(*self, strict=True):
             changed = energy.stiffness + stiffness.double()
-            yield LayerEnergy(
+            yield QuadraticFreeEnergy(
                 (changed + changed.mT) / 2, energy.slope + slope, energy.at + at, max(0.0, energy.nu + float(nu))
             )
 
 
 @dataclass(frozen=True, eq=False)
 class EnergyParts:
-    """The energy of each of the prompts over which a ``LayerEnergy`` is a mean, with their ``mass`` (number of tokens);
-    nu, the mean over prompts, is NaN where a prompt has none.
+    """The energy of each of the prompts over which a ``QuadraticFreeEnergy`` is a mean, with their ``mass`` (number of
+    tokens); nu, the mean over prompts, is NaN where a prompt has none.
 
     >>> one = torch.ones(2, 1, 1).double()
     >>> parts = EnergyParts(torch.tensor([1.0, 3.0]).double(), one, one[0], one[0], torch.tensor([0.0, 2.0]).double())
-    >>> parts.changes(LayerEnergy(one[0], one[0, 0], one[0, 0], 1.0)).nu  # without the first nu is 2
+    >>> parts.changes(QuadraticFreeEnergy(one[0], one[0, 0], one[0, 0], 1.0)).nu  # without the first nu is 2
     tensor([ 1., -1.], dtype=torch.float64)
     """
 
@@ -140,7 +141,7 @@ class EnergyParts:
     at: Float[Tensor, "prompt d"]
     nu: Float[Tensor, " prompt"]
 
-    def changes(self, energy: LayerEnergy) -> EnergyChanges:
+    def changes(self, energy: QuadraticFreeEnergy) -> EnergyChanges:
         """The changes of their mean without each prompt in turn."""
         share = self.mass / (self.mass.sum() - self.mass)
         known = torch.isfinite(self.nu)
@@ -151,7 +152,7 @@ class EnergyParts:
         )
 
 
-class LayerEnergies(Instrument):
+class QuadraticFreeEnergies(Instrument):
     """Instrument: the ``energies`` of every layer, averaged over the tokens of the replicates ``selected``, without
     the first token of each; ``nu`` is kept for every replicate.
 
@@ -160,13 +161,13 @@ class LayerEnergies(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> block = Block(SA(beta=0.0), MLP(w_in=torch.eye(3), w_out=torch.eye(3)))
     >>> run = integrate(block, torch.eye(3, dtype=torch.float64).expand(2, 3, 3), times=[0.0])
-    >>> found = LayerEnergies([0])
+    >>> found = QuadraticFreeEnergies([0])
     >>> _ = run.replay(found)
     >>> found.energies[0].slope.shape
     torch.Size([3])
     """
 
-    name = "jko_layer"  # of the measurement that needs them, for error messages
+    name = "jko_step_test"  # of the measurement that needs them, for error messages
     needs = HEADS_NEED | Needs.FORCE
 
     def __init__(self, selected: list[int] | np.ndarray) -> None:
@@ -221,7 +222,7 @@ class LayerEnergies(Instrument):
         return weights
 
     @property
-    def energies(self) -> Mapping[int, LayerEnergy]:
+    def energies(self) -> Mapping[int, QuadraticFreeEnergy]:
         """The energy of every layer, with what each of the selected prompts contributed to it."""
         return {layer: sums.energy(self._nu[layer]) for layer, sums in self._sums.items()}
 
@@ -243,14 +244,14 @@ class _Sums:
         for name, kept in self.each.items():
             kept.append(sums[name].cpu())
 
-    def energy(self, nus: list[float]) -> LayerEnergy:
+    def energy(self, nus: list[float]) -> QuadraticFreeEnergy:
         """The energy of all prompts, given the nu of each."""
         each = {name: torch.cat(parts) for name, parts in self.each.items()}
         mass, point, force, stiffness = (each[name] for name in ("mass", "point", "force", "stiffness"))
         assert self.jacobian is not None
         total, share = mass.sum(), mass.unsqueeze(-1)
         nu = torch.tensor(nus, dtype=torch.float64, device="cpu")
-        return LayerEnergy(
+        return QuadraticFreeEnergy(
             -((self.jacobian + self.jacobian.mT) / 2) / total,
             -force.sum(0) / total,
             point.sum(0) / total,
