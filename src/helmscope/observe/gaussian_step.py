@@ -157,7 +157,7 @@ class PairMoments:
         >>> x = torch.zeros(2, 3, 1).double()
         >>> PairMoments(PooledMoments.of(x), PooledMoments.of(x)).laws()
         Traceback (most recent call last):
-        helmscope.types.errors.HelmscopeError: the cloud of 6 tokens spans 0 of 1 directions, but a JKO step between ...
+        helmscope.types.HelmscopeError: the cloud of 6 tokens spans 0 of 1 directions, but a JKO step between ...
         """
         return _law(self.before.whole), _law(self.after.whole)
 
