@@ -62,8 +62,8 @@ CASES_HEADER = """
 Models of one to eight small layers in which the claim is true, or its opposite, by construction, with large effects:
 what is shown is that the trial finds what is there, with all controls, whatever the seed. A control that compares two
 random draws fails by chance in 2.5 % of trials, which are then undecided. Where nothing is planted (*independent* keys,
-writes that are *the same everywhere*) a ruling of *inconclusive* is right, too. `tests/support/planted_attention.py` and
-`planted_updates.py` say what is planted.
+writes that are *the same everywhere*) a ruling of *inconclusive* is right, too. What is planted is described in
+`tests/support/planted_attention.py` and `planted_updates.py`.
 
 | claim | planted | expected | right | undecided | wrong |
 |---|---|---|---|---|---|
