@@ -38,7 +38,7 @@ EXACT = {
 }
 MISSES = {
     (
-        "depth_flow",
+        "perturbation_growth",
         "exponent",
         16,
     ): "log |T w| of one random direction w of a plane is nearly log |cos|, with a skewness "
@@ -65,7 +65,7 @@ MISSES = {
     },
     **{
         (
-            "jko_layer",
+            "jko_step_test",
             name,
             8,
         ): "V, nu and tau are fitted on the other half of the prompts, and an interval is that of the "

@@ -110,11 +110,11 @@ def line(entry: Entry, tried: Registered, subject: Subject) -> str:
     )
 
 
-def made(claim: str, subject: Subject) -> str:
-    """The row of a claim on a subject, computed with one thread."""
+def made(number: int, claim: str, subject: Subject) -> tuple[int, str]:
+    """The row of a claim on a subject, computed with one thread, and its number."""
     torch.set_num_threads(1)
     with subject:
-        return line(read_catalogue()[claim], experiments()[claim], subject)
+        return number, line(read_catalogue()[claim], experiments()[claim], subject)
 
 
 def main() -> None:
@@ -132,8 +132,8 @@ def main() -> None:
     ]
     keys = [(f" {claim} ", f" {subject.name} ") for claim, subject in order]
     due = [k for k, (claim, _) in enumerate(order) if claim in again or keys[k] not in rows]
-    found = Parallel(n_jobs=options.workers, return_as="generator")(delayed(made)(*order[k]) for k in due)
-    for k, row in zip(due, found, strict=True):
+    tasks = (delayed(made)(k, *order[k]) for k in due)
+    for k, row in Parallel(n_jobs=options.workers, return_as="generator_unordered")(tasks):
         rows[keys[k]] = row
         table.write_text(HEADER + "".join(rows[key] for key in keys if key in rows))
 

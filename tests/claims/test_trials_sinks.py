@@ -1,5 +1,5 @@
 """The trial of sinks-are-anchors on planted models: a sink with a constant value, one whose value is that of its token,
-and no sink (``support.planted_attention.first_token``).
+and no sink (``support.planted_attention.first_token_sink``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.observe.sinks import TokenValues
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.types import Ruling
 from support.model_families import inputs_of, tiny_model
 from support.planted_attention import SINK_TOKENS as TOKENS
-from support.planted_attention import first_token
+from support.planted_attention import first_token_sink
 from support.planted_cases import case
 from support.trials import failures, interval, set_constants
 
 S, R, IMPOSSIBLE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.IMPOSSIBLE
-MODEL, ROWS = first_token("its token")
+MODEL, ROWS = first_token_sink("its token")
 
 
 @pytest.mark.parametrize(("kind", "ruling"), [("constant", S), ("its token", R), ("none", IMPOSSIBLE)])
@@ -58,7 +58,7 @@ def test_cosine_and_share_are_those_of_loops(monkeypatch):
     assert mean_over_pairs(unit, range(9)) == pytest.approx(np.mean(cosines), rel=1e-12)
     assert np.arctanh(sinks.cosine().values) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     left, total = np.zeros(9), np.zeros(9)
-    first, second = halves(9, seed=3)
+    first, second = random_halves(9, seed=3)
     for k in range(9):
         fit = second if k in first else first
         left[k] = ((values[k, 0] - values[fit, 0].mean(0)) ** 2).sum()

@@ -29,15 +29,21 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, _ = helmscope("measure", "mine", *options)
     assert code == 0
     report = json.loads(out)
-    taken = [name for name in measurement_names() if name not in ("context_noise", "mlp_projection", "jko_layer")]
+    taken = [name for name in measurement_names() if name not in ("context_noise", "mlp_swirl_bound", "jko_step_test")]
     assert list(report["measured"]) == taken
-    assert "fewer than four prompts" in report["skipped"]["mlp_projection"]
+    assert "fewer than four prompts" in report["skipped"]["mlp_swirl_bound"]
     assert "context_noise" in report["skipped"]  # contexts come with the bundled models only: the next test has some
     files = {f"{name}.nc" for name in taken} | {"measurements.png", "spec.toml", "units.json"}
     assert files <= set(os.listdir(tmp_path / "run"))
     recording = hs.record(model, ids)
     stored = hs.store.RunFolder.open("run")
-    compared = ["kernel_statistics", "attention_noise_spectrum", "depth_flow", "mlp_weights", "transport_ratio"]
+    compared = [
+        "kernel_statistics",
+        "attention_diffusion_spectrum",
+        "perturbation_growth",
+        "mlp_weights",
+        "transport_ratio",
+    ]
     for name, expected in hs.measure(recording, only=compared, quick=True, seed=2).items():
         found = stored.read_results(name)
         assert set(found.data_vars) == set(expected.data_vars)
@@ -142,7 +148,9 @@ def test_completion_knows_all_measurements():
 
 
 def test_measurements_joined_in_one_dataset_are_split_again():
-    measured = hs.measure(hs.record("A", ["Once upon a time", "The cat sat"]), only=["depth_flow", "kernel_statistics"])
+    measured = hs.measure(
+        hs.record("A", ["Once upon a time", "The cat sat"]), only=["perturbation_growth", "kernel_statistics"]
+    )
     again = split_measurements(join_measurements(measured))
     assert list(again) == list(measured)
     for name, each in measured.items():
@@ -168,9 +176,9 @@ def test_texts_of_different_lengths_and_what_needs_four_of_them(helmscope, tmp_p
     texts = ["Once upon a time there was a cat.", "The dog ran home.", "Lily had a red ball.", "Tom saw a big tree."]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     words = ("measure", "A", "--texts", "texts.txt", "--tokens", "6", "--quick", "--out", "run", "--json")
-    code, out, _ = helmscope(*words, "--only", "mlp_projection", "--only", "depth_steps")
+    code, out, _ = helmscope(*words, "--only", "mlp_swirl_bound", "--only", "depth_steps")
     assert code == 0
-    assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_projection"]
+    assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_swirl_bound"]
     recording = hs.record("A", [Subject("A").loaded.tokenizer.decode(row[:6]) for row in Subject("A", texts).token_ids])
     steps = hs.store.RunFolder.open("run").read_results("depth_steps")
     assert steps.angle.values == pytest.approx(hs.observe.depth_steps(recording).angle.values, rel=1e-4, nan_ok=True)
@@ -198,12 +206,12 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
 
 def test_cumulative_quantities_are_shown_at_the_last_depth():
     recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
-    only = ["arc_length", "depth_steps", "transport_ratio", "depth_flow", "free_energy_along_depth"]
+    only = ["arc_length", "depth_steps", "transport_ratio", "perturbation_growth", "free_energy_along_depth"]
     measured = hs.measure(recording, only=only, quick=True)
     at_end = {
         "depth_steps": {"arc_length", "net_angle"},
         "transport_ratio": {"ratio_from_start"},
-        "depth_flow": {"stretch"},
+        "perturbation_growth": {"stretch"},
     }
     at_end |= {"arc_length": {"arc_length"}}
     at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
@@ -221,7 +229,7 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
 
 
 def test_every_measurement_has_a_table(helmscope, tmp_path):
-    names = ["arc_length", "attention_noise", "mlp_weights", "mlp_entropy_change"]
+    names = ["arc_length", "attention_diffusion", "mlp_weights", "mlp_entropy_change"]
     code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
@@ -249,4 +257,4 @@ def test_every_measurement_has_a_table(helmscope, tmp_path):
             "total_nu_token_sampling",
             "layer",
             "head",
-        } <= set(rows[0]) or name != "attention_noise"
+        } <= set(rows[0]) or name != "attention_diffusion"

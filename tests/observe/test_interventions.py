@@ -1,5 +1,5 @@
 """The measurements under edits as one group: what they are, that they agree with their functions, their number of
-forwards, and what a quick run leaves out.
+forward passes, and what a quick run leaves out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
 import helmscope as hs
 from helmscope.observe import (
-    AblationForm,
-    NoiseForm,
+    AblationKind,
+    NoiseKind,
     head_interaction,
     intervention_measurements,
     intervention_names,
@@ -96,36 +96,36 @@ def test_a_full_run_agrees_with_the_functions(monkeypatch):
     assert shares[-1] == pytest.approx(1)
     assert not any("not_tried" in each.attrs for each in measured.values())
     noise = measured["query_key_noise"]
-    assert noise.form.values.tolist() == [form.value for form in NoiseForm]
+    assert noise.form.values.tolist() == [form.value for form in NoiseKind]
     assert noise.site.values.tolist() == ["query", "key", "value"]
-    fair = query_key_noise(recording, forms=[NoiseForm.CENTERED, NoiseForm.MATCHED], draws=2, seed=3)
+    fair = query_key_noise(recording, kinds=[NoiseKind.CENTERED, NoiseKind.MATCHED], draws=2, seed=3)
     for kind in ("kl", "entropy_change", "top_token_agreement", "top_key_agreement"):
-        found = noise[kind].sel(form=["centered", "matched"], site=["query", "key"])
+        found = noise[kind].sel(kind=["centered", "matched"], site=["query", "key"])
         assert np.array_equal(found, fair[kind].mean("draw"))
-        assert noise[kind].sel(form=["centered", "matched"], site="value").isnull().all()
-    assert np.array_equal(noise.kl_by_draw.sel(form=["centered", "matched"], site=["query", "key"]), fair.kl)
-    ratio, slope = noise.ratio.sel(form=["centered", "matched"]), noise.slope.sel(form=["centered", "matched"])
+        assert noise[kind].sel(kind=["centered", "matched"], site="value").isnull().all()
+    assert np.array_equal(noise.kl_by_draw.sel(kind=["centered", "matched"], site=["query", "key"]), fair.kl)
+    ratio, slope = noise.ratio.sel(kind=["centered", "matched"]), noise.slope.sel(kind=["centered", "matched"])
     assert np.allclose(ratio, query_key_noise_ratio(fair), rtol=1e-12)
     assert np.allclose(slope.sel(site=["query", "key"]), query_key_noise_slope(fair), rtol=1e-12)
-    assert noise.ratio_null.sel(form="matched") == 1
-    assert noise.ratio_null.isnull().sum() == len(NoiseForm) - 1
+    assert noise.ratio_null.sel(kind="matched") == 1
+    assert noise.ratio_null.isnull().sum() == len(NoiseKind) - 1
     assert noise.printed_ratio.values.tolist() == [1.86, 0.86, 1.28]
     assert "valid_min" not in noise.entropy_change_at_equal_kl.attrs
     layers = query_key_noise_by_layer(recording, seed=3)
     assert np.array_equal(measured["query_key_noise_by_layer"].ratio, query_key_noise_ratio(layers))
     heads = measured["head_ablation_damage"]
-    assert heads.form.values.tolist() == [form.value for form in AblationForm]
+    assert heads.form.values.tolist() == [form.value for form in AblationKind]
     pairs = head_interaction(recording, pairs=2, seed=3)
     for name in ("joint", "summed"):
         assert np.array_equal(heads[name], pairs[name])
-    assert np.array_equal(heads.kl.sel(form="zero"), pairs.kl)
+    assert np.array_equal(heads.kl.sel(kind="zero"), pairs.kl)
     assert heads["first"].values.tolist() == pairs["first"].values.tolist()
 
 
 def test_forms_that_draw_the_same_noise_are_run_once(monkeypatch):
     recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2"))
-    forms = [NoiseForm.RELATIVE, NoiseForm.CENTERED, NoiseForm.MATCHED]
-    apart = [query_key_noise(recording, forms=[form], sigmas=[0.3], draws=1) for form in forms]
+    forms = [NoiseKind.RELATIVE, NoiseKind.CENTERED, NoiseKind.MATCHED]
+    apart = [query_key_noise(recording, kinds=[form], sigmas=[0.3], draws=1) for form in forms]
     runs = [0]
     plain = GPT2Model.forward
 
@@ -134,7 +134,7 @@ def test_forms_that_draw_the_same_noise_are_run_once(monkeypatch):
         return plain(self, *given, **options)
 
     monkeypatch.setattr(GPT2Model, "forward", counted)
-    together = query_key_noise(recording, forms=forms, sigmas=[0.3], draws=1)
+    together = query_key_noise(recording, kinds=forms, sigmas=[0.3], draws=1)
     assert runs[0] == 1 + 1 + 4  # sizes of matched noise, without noise, and four different kinds of noise
     xr.testing.assert_identical(together, xr.concat(apart, "form", data_vars="minimal"))
 
@@ -204,6 +204,6 @@ def test_damage_of_single_heads_must_be_that_of_the_prompts():
     recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2"))
     other = hs.observe.head_ablation_damage(hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=2)))
     with pytest.raises(hs.HelmscopeError, match=r"alone is .*, but it must be a DataArray along \(layer, head, prompt"):
-        head_interaction(recording, alone=other.kl.sel(form="zero"))
+        head_interaction(recording, alone=other.kl.sel(kind="zero"))
     with pytest.raises(hs.HelmscopeError, match="alone is a list, but it must be a DataArray"):
         head_interaction(recording, alone=[1.0])

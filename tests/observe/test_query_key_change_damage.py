@@ -1,4 +1,4 @@
-"""Changed queries and keys, and other temperatures of attention, against a forward that is written out."""
+"""Changed queries and keys, and other temperatures of attention, against a forward pass that is written out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from helmscope.intervene import GaugeTransform, ShiftKeys
 from helmscope.models.record import record
 from helmscope.observe import (
-    ChangeForm,
+    ChangeStrength,
     QueryKeyChange,
     attention_temperature_damage,
     damage_under_edits,
@@ -21,7 +21,7 @@ from support.gpt2_by_hand import divergence, logits_by_hand, queries_and_keys
 from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
-PRINTED, MATCHED = ChangeForm.AS_PRINTED, ChangeForm.MATCHED
+PRINTED, MATCHED = ChangeStrength.AS_PRINTED, ChangeStrength.MATCHED
 
 
 def sharp_model():
@@ -52,7 +52,7 @@ def blurred(x):
 
 def test_damage_as_printed_is_that_of_a_forward_written_out():
     model, ids = sharp_model(), inputs_of("gpt2")
-    measured = query_key_change_damage(record(model, ids), forms=[PRINTED])
+    measured = query_key_change_damage(record(model, ids), strengths=[PRINTED])
     assert measured.change.values.tolist() == ["normalized", "blurred"]
     plain, tensors = logits_by_hand(model, ids), queries_and_keys(model, ids)
     for change in ("normalized", "blurred"):
@@ -65,7 +65,7 @@ def test_damage_as_printed_is_that_of_a_forward_written_out():
                 return tuple(pair)
 
             expected = divergence(plain, logits_by_hand(model, ids, edited))
-            found = measured.kl.sel(change=change, form="as printed", site=site)
+            found = measured.kl.sel(change=change, strength="as printed", site=site)
             np.testing.assert_allclose(found, expected, rtol=1e-8)
     ratio = measured.kl.sel(site="key") / measured.kl.sel(site="query")
     np.testing.assert_allclose(measured.ratio, ratio, rtol=1e-14)
@@ -73,19 +73,19 @@ def test_damage_as_printed_is_that_of_a_forward_written_out():
 
 def test_matched_changes_are_those_of_their_edits_and_ignore_gauge_and_shift():
     recording = record(sharp_model(), inputs_of("gpt2"))
-    measured = query_key_change_damage(recording, forms=[MATCHED])
+    measured = query_key_change_damage(recording, strengths=[MATCHED])
     for change in QueryKeyChange:
         queries, keys = query_key_change(recording, change, MATCHED)
         assert torch.maximum(queries.strength, keys.strength).eq(1).all()
         kl = damage_under_edits(recording, {"query": queries, "key": keys}).kl
-        assert np.array_equal(measured.kl.sel(change=change.value, form="matched"), kl)
-    gauged = query_key_change_damage(recording.under(GaugeTransform(factor=3)), forms=[MATCHED])
+        assert np.array_equal(measured.kl.sel(change=change.value, strength="matched"), kl)
+    gauged = query_key_change_damage(recording.under(GaugeTransform(factor=3)), strengths=[MATCHED])
     np.testing.assert_allclose(gauged.ratio, measured.ratio, rtol=1e-6)
     shift = ShiftKeys(vector=torch.full((8,), 2.0, dtype=F64))
     both = query_key_change_damage(recording.under(shift))
-    np.testing.assert_allclose(both.ratio.sel(form="matched"), measured.ratio.isel(form=0), rtol=1e-6)
-    printed = query_key_change_damage(recording, forms=[PRINTED])
-    change = np.abs(both.ratio.sel(form="as printed") / printed.ratio.isel(form=0) - 1)
+    np.testing.assert_allclose(both.ratio.sel(kind="matched"), measured.ratio.isel(kind=0), rtol=1e-6)
+    printed = query_key_change_damage(recording, strengths=[PRINTED])
+    change = np.abs(both.ratio.sel(kind="as printed") / printed.ratio.isel(kind=0) - 1)
     assert change.sel(change="normalized").min() > 0.01
 
 
@@ -104,8 +104,8 @@ def test_refusals():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(HelmscopeError, match=r"changes is \['blurred'\], but it must be a list of different ones"):
         query_key_change_damage(recording, changes=["blurred"])
-    with pytest.raises(HelmscopeError, match=r"forms is .*, but it must be a list of different ones"):
-        query_key_change_damage(recording, forms=[])
+    with pytest.raises(HelmscopeError, match=r"strengths is .*, but it must be a list of different ones"):
+        query_key_change_damage(recording, strengths=[])
     with pytest.raises(HelmscopeError, match="window begins with 0"):
         query_key_change_damage(recording, window=[0.0, 1.0])
     with pytest.raises(HelmscopeError, match="recording is an int, but it must be a Recording"):

@@ -20,7 +20,7 @@ from helmscope.fields.mlp import MLP
 from helmscope.observe.entropy import entropy_along_depth
 from helmscope.observe.free_energy import free_energy_along_depth
 from helmscope.observe.generator_test import generator_test
-from helmscope.observe.jko_layer import jko_layer
+from helmscope.observe.jko_step_test import jko_step_test
 from helmscope.observe.layer_whitening import layer_whitening
 from helmscope.observe.mlp_entropy_change import mlp_entropy_change
 from helmscope.observe.mobility_test import mobility_test
@@ -55,7 +55,7 @@ def moments_of(mean: np.ndarray, covariance: np.ndarray) -> dict[str, float]:
 
 def measured_entropies(x: torch.Tensor, *names: str) -> Values:
     path = Trajectory(torch.zeros(1, dtype=F64), x[None], replicate="prompt", axis="depth")
-    return picked(entropy_along_depth(path, first_token=True, progress=False), *names)
+    return picked(entropy_along_depth(path, include_first_token=True, progress=False), *names)
 
 
 SHARED = 0.5  # of a token of a uniform cloud: the part that all tokens of a prompt have in common
@@ -173,7 +173,7 @@ BANK = ProbeBank.around(torch.eye(2, dtype=F64), seed=0)
 
 def draw_generator(size: int, count: int, generator: torch.Generator) -> Values:
     run = hs.integrate(linear(PUSH), uniform(generator, count, size, 2), times=[0.0, 1.0], stepper=Layer(1.0))
-    measured = generator_test(run, bank=BANK, first_token=True, progress=False)
+    measured = generator_test(run, bank=BANK, include_first_token=True, progress=False)
     return picked(measured, "share", "explained_share_second_moment")
 
 
@@ -225,7 +225,13 @@ def whitening_truths(size: int) -> dict[str, float]:
     variation is E|T / 2d|^2 = (d - 1) / (4 d^2) over |mean|^2 = (d - 1)^2 / (4 d^3), minus 1: 1 / (d - 1).
     """
     share = mean_share()
-    return {"share_before": share, "share_after": share, "change": 0.0, "variation": 1 / 2, "commutator": 0.0}
+    return {
+        "share_before": share,
+        "share_after": share,
+        "antisymmetric_share_change": 0.0,
+        "variation": 1 / 2,
+        "commutator": 0.0,
+    }
 
 
 def draw_mobility(size: int, count: int, generator: torch.Generator) -> Values:
@@ -248,7 +254,7 @@ def draw_step(size: int, count: int, generator: torch.Generator) -> Values:
     attention = SA(beta=0.0, value=NOISE * torch.eye(3, dtype=F64))
     block = Block(attention, linear(torch.diag(SPREAD)))
     run = hs.integrate(block, uniform(generator, 2 * count, size + 1, 3), times=[0.0, 0.5])
-    return picked(jko_layer(run, whole_only=True, progress=False), *step_truths(size))
+    return picked(jko_step_test(run, whole_layer_only=True, progress=False), *step_truths(size))
 
 
 def step_truths(size: int) -> dict[str, float]:
@@ -347,7 +353,7 @@ FLOW_LAWS = (
     ),
     Law("mobility_test", BLOCK, "tokens", (8, 32), draw_mobility, mobility_truths, repetitions=100, others=25),
     Law(
-        "jko_layer",
+        "jko_step_test",
         "a flow of f = diag(1, 0, -1) x for a time of 1/2, uniform tokens on S^2",
         "tokens",
         (8, 32),

@@ -37,8 +37,8 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     ``texts`` is a file with one text per line or a JSON list; by default those that come with the package. The first
     ``text_count`` of them are used, each cut to its first ``tokens`` tokens: 64 texts of 128 tokens, with ``quick`` 32
     of 64, where those that sample also take smaller samples. ``interventions`` takes the measurements that run the
-    model under many edits instead (``hs.observe.intervention_names()``), by default on 32 texts of 64 tokens. ``only`` selects
-    measurements by name; by default all that the model supports. ``seed`` draws the samples.
+    model under many edits instead (``hs.observe.intervention_names()``), by default on 32 texts of 64 tokens. ``only``
+    selects measurements by name; by default all that the model supports. ``seed`` draws the samples.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -166,7 +166,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         )
 
     def estimate(self) -> Estimate:
-        """Estimate the time on one core, in forwards of the model that each measurement takes, and the memory."""
+        """Estimate the time on one core, in forward passes of the model that each measurement takes, and the memory."""
         from helmscope.jobs.cost import measurement_cost
 
         return measurement_cost(self)

@@ -3,8 +3,8 @@
 A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, in
 ``AblateHead(head="L3H5")``, and in ``head_ablation_loss(heads=...)``. A layer is its number, "L3", or the name of its
 block in the model, such as "transformer.h.3": in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and
-``points``, and in ``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only, such as
-``recording.layer("transformer.h.3")``.
+``force_points``, and in ``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only,
+such as ``recording.layer("transformer.h.3")``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def attention_temperature_damage(
     layers at once or in ``layers``: ``kl``, ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` along
     (temperature, prompt).
 
-    Takes one forward for each temperature. Raises HelmscopeError where ``next_token_loss`` does, for a temperature
+    Takes one forward pass for each temperature. Raises HelmscopeError where ``next_token_loss`` does, for a temperature
     <= 0, a layer out of range, and a model whose attention cannot be edited.
 
     >>> from helmscope import record

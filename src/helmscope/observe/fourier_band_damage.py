@@ -14,7 +14,7 @@ How to read it. Where blocks write nothing each token is on its own, and bands d
 over tokens removes high frequencies, and attention that compares neighbors amplifies them.
 How it fails. Damage grows with the size of a perturbation, as its square while it is small: compare bands only at equal
 norms. A text whose frequencies 0, 2/n, ..., 1 miss a band is refused.
-Cost. One forward from the perturbed layer on for each band, layer and draw, and one without.
+Cost. One forward pass from the perturbed layer on for each band, layer and draw, and one without.
 """
 
 from __future__ import annotations

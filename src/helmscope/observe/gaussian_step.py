@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.observe.layer_energy import LayerEnergy
+    from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
 
 SMALLEST, LARGEST, COARSE, FINE = 1e-3, 1e2, 9, 8  # of tau: a grid in its logarithm, and golden sections of its best
 STABLE = 0.9  # of the largest tau for which the step has a minimum
@@ -40,15 +40,15 @@ class _Minimum(NamedTuple):
 class FittedStep:
     """A step of size ``tau`` for an energy, in coordinates along ``axes``.
 
-    >>> from helmscope.observe.layer_energy import LayerEnergy
+    >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
     >>> eye = torch.eye(1).double()
-    >>> step = FittedStep(LayerEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
+    >>> step = FittedStep(QuadraticFreeEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
     >>> law = step.minimizer(Gaussian(2 * eye[0], 1.69 * eye))
     >>> law.mean.item(), law.covariance.sqrt().item()
     (1.7391304347826..., 1.1604092159529...)
     """
 
-    energy: LayerEnergy
+    energy: QuadraticFreeEnergy
     tau: float
     axes: Float[Tensor, "d k"]
 
@@ -72,9 +72,9 @@ class FittedStep:
         """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``; ``distance`` is that W2,
         if it is known.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> step.objective(Gaussian(eye[0], eye), Gaussian(0 * eye[0], eye))  # (1 + 1) / 2 and a distance of 1
         1.5
         """
@@ -87,9 +87,9 @@ class FittedStep:
     def closed(self, before: Gaussian, after: Gaussian) -> float:
         """1 - W2(after, minimizer) / W2(before, minimizer); NaN where the step moves nothing.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> before = Gaussian(eye[0], eye)
         >>> round(step.closed(before, step.minimizer(before)), 6), abs(step.closed(before, before)) < 1e-15
         (1.0, True)
@@ -99,9 +99,9 @@ class FittedStep:
     def values(self, before: Gaussian, after: Gaussian) -> list[float]:
         """The share, and the objective at the input, the output and the minimizer.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> abs(step.values(Gaussian(eye[0], eye), Gaussian(eye[0], eye))[0]) < 1e-15
         True
         """
@@ -154,7 +154,9 @@ class CloudPair:
         both = torch.cat([self.before[prompts] @ axes, self.after[prompts] @ axes], -1)
         return PooledMoments.of(both, self.weights[prompts])
 
-    def fit(self, energy: LayerEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> FittedStep:
+    def fit(
+        self, energy: QuadraticFreeEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray
+    ) -> FittedStep:
         """The step whose tau has the largest share of the gap closed in some prompts."""
         before, after = laws(self.moments(axes, prompts).whole)
         inner = energy.along(axes)

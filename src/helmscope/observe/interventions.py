@@ -1,8 +1,9 @@
 """The measurements that run a model under many edits, as ``measure(interventions=True)`` takes them, with the sizes of
 a full and of a quick run, their cost, and what a quick run leaves out.
 
-They take hundreds of forwards, and so are measured only when they are asked for. With ``quick`` the same quantities are
-measured in fewer layers, forms and draws; the attribute ``not_tried`` of each Measurement says what is missing.
+They take hundreds of forward passes, and so are measured only when they are asked for. With ``quick`` the same
+quantities are measured in fewer layers, forms and draws; the attribute ``not_tried`` of each Measurement says what is
+missing.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from helmscope.observe.attention_temperature_damage import attention_temperature
 from helmscope.observe.cloud_projection import cloud_projection, cloud_unsupported
 from helmscope.observe.fourier_band_damage import BANDS, check_texts, fourier_band_damage
 from helmscope.observe.head_ablation_damage import head_ablation_damage, head_interaction
-from helmscope.observe.layer_ablation_damage import AblationForm, LayerPart, layer_ablation_damage
+from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, layer_ablation_damage
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.loss_gradient_cosine import SCALES, loss_gradient_cosine
 from helmscope.observe.noise_ratio import query_key_noise_ratio, query_key_noise_summary
-from helmscope.observe.query_key_change_damage import ChangeForm, query_key_change_damage
+from helmscope.observe.query_key_change_damage import ChangeStrength, query_key_change_damage
 from helmscope.observe.query_key_metric import head_matrices, holonomy_defect, query_key_metric
-from helmscope.observe.query_key_noise import OF_WEIGHTS, PAIRED, NoiseForm, query_key_noise, query_key_noise_by_layer
+from helmscope.observe.query_key_noise import OF_WEIGHTS, PAIRED, NoiseKind, query_key_noise, query_key_noise_by_layer
 from helmscope.observe.scoring import scoring_unsupported
 from helmscope.observe.sink_damage import sink_damage
 from helmscope.observe.sinks import AttentionSinks, TokenValues, attention_sinks, sink_constancy
@@ -56,13 +57,13 @@ INTERVENTIONS = (
     "cloud_projection",
 )
 NOT_TRIED = "not_tried"  # the attribute that says what a quick run leaves out
-QUICK_FORMS = (NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS, NoiseForm.MATCHED)
+QUICK_FORMS = (NoiseKind.ACTIVATIONS, NoiseKind.WEIGHTS, NoiseKind.MATCHED)
 QUICK_LAYERS = 3
 DRAWS, QUICK_DRAWS = 20, 2  # of noise on queries and keys, which table 1 of [Additive transport] needs
 PAIRS, QUICK_PAIRS = 36, 8
 FIRST_QUERY = 10  # earlier queries see few keys, and give the first one a large weight without any sink
-# time in eager forwards of model A with 32 texts of 64 tokens: of an edited forward with its comparison, from the first
-# layer on and from each layer in turn
+# time in eager forward passes of model A with 32 texts of 64 tokens: of an edited forward pass with its comparison,
+# from the first layer on and from each layer in turn
 WHOLE, FROM_LAYER = 1.8, 1.3
 
 
@@ -102,9 +103,9 @@ def intervention_measurements() -> tuple[StandaloneMeasurement, ...]:
 
 def _query_key_noise(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     recording, left_out = _recording(system), []
-    forms = list(QUICK_FORMS if quick else NoiseForm)
+    forms = list(QUICK_FORMS if quick else NoiseKind)
     if quick:
-        others = ", ".join(form.value for form in NoiseForm if form not in QUICK_FORMS)
+        others = ", ".join(form.value for form in NoiseKind if form not in QUICK_FORMS)
         left_out = [
             f"noise on values, the forms {others} and {DRAWS - QUICK_DRAWS} of {DRAWS} draws: not tried in quick"
         ]
@@ -118,7 +119,7 @@ def _query_key_noise(system: System, *, quick: bool, seed: int, progress: Progre
         left_out.append(f"matched noise: {why}")
     noise = query_key_noise(
         recording,
-        forms=forms,
+        kinds=forms,
         sites=(Site.QUERY, Site.KEY) if quick else (Site.QUERY, Site.KEY, Site.VALUE),
         draws=QUICK_DRAWS if quick else DRAWS,
         seed=seed,
@@ -137,7 +138,7 @@ def _noise_by_layer(system: System, *, quick: bool, seed: int, progress: Progres
 
 
 def _query_key_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    forms = (ChangeForm.MATCHED,) if quick else tuple(ChangeForm)
+    forms = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
     damage = query_key_change_damage(_recording(system), forms=forms, progress=progress)
     return _without(damage, _quick(quick, "the full changes, as printed"))
 
@@ -167,23 +168,23 @@ def _sink_damage(system: System, *, quick: bool, seed: int, progress: ProgressOp
 
 
 def _layer_ablation(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    forms = (AblationForm.ZERO, AblationForm.NOISE) if quick else tuple(AblationForm)
+    forms = (AblationKind.ZERO, AblationKind.NOISE) if quick else tuple(AblationKind)
     parts, draws = ((LayerPart.LAYER,), 1) if quick else (tuple(LayerPart), 4)
     damage = layer_ablation_damage(
-        _recording(system), forms=forms, parts=parts, draws=draws, seed=seed, progress=progress
+        _recording(system), kinds=forms, parts=parts, draws=draws, seed=seed, progress=progress
     )
     return _without(damage, _quick(quick, "mean ablation, half-layers and more than one draw of noise"))
 
 
 def _head_ablation(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
     """Single heads, and pairs of them, which share what zeroing single heads does."""
-    recording, forms = _recording(system), (AblationForm.ZERO,) if quick else tuple(AblationForm)
+    recording, forms = _recording(system), (AblationKind.ZERO,) if quick else tuple(AblationKind)
     pairs = QUICK_PAIRS if quick else PAIRS
     layers = _layers(recording, quick)
     share = len(forms) / (len(forms) + 1)
     first, second = (sub_progress(check_progress(progress), *ends) for ends in ((0.0, share), (share, 1.0)))
-    damage = head_ablation_damage(recording, forms=forms, layers=layers, seed=seed, progress=first)
-    alone = damage.kl.sel(form=AblationForm.ZERO.value)
+    damage = head_ablation_damage(recording, kinds=forms, layers=layers, seed=seed, progress=first)
+    alone = damage.kl.sel(kind=AblationKind.ZERO.value)
     pairs_of = head_interaction(recording, pairs=pairs, alone=alone, seed=seed, progress=second)
     joined = damage.merge(pairs_of.drop_vars(["kl", "kl_null"]), combine_attrs="override")
     text = f"other layers, mean ablation and noise, and more than {pluralized(QUICK_PAIRS, 'pair')} of heads"

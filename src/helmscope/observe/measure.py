@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length
+from helmscope.observe.attention_diffusion import AttentionDiffusion, AttentionDiffusionSpectrum
 from helmscope.observe.attention_drift import AttentionDrift
-from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence, divergence_unsupported
 from helmscope.observe.bistochasticity import Bistochasticity
 from helmscope.observe.block_steps import steps_unsupported
 from helmscope.observe.context_noise import context_noise, context_unsupported, own_contexts
-from helmscope.observe.depth_flow import depth_flow, flow_unsupported
 from helmscope.observe.depth_steps import depth_steps
-from helmscope.observe.drift_and_swirl import DriftAndSwirl
 from helmscope.observe.effective_beta import EffectiveBeta, effective_beta
 from helmscope.observe.entropy import entropy_along_depth, entropy_unsupported
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.observe.generator_test import generator_test
 from helmscope.observe.interventions import INTERVENTIONS, intervention_measurements
-from helmscope.observe.jko_layer import jko_layer, jko_unsupported
+from helmscope.observe.jko_step_test import jko_step_test, jko_unsupported
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.layer_whitening import LayerWhitening
 from helmscope.observe.mlp_entropy_change import entropy_change_unsupported, mlp_entropy_change
+from helmscope.observe.mlp_force import MlpForce
 from helmscope.observe.mlp_jacobian import MlpJacobian
-from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
+from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound, swirl_bound_unsupported
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_unsupported
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
+from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
 from helmscope.observe.standalone import StandaloneMeasurement
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forwards
+REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forward passes
 
 
 def streaming_instruments() -> list[Instrument]:
-    """New instances of all instruments of this library that need no forward besides the replay.
+    """New instances of all instruments of this library that need no forward pass besides the replay.
 
     >>> [instrument.name for instrument in streaming_instruments()]
-    ['kernel_statistics', 'attention_drift', 'attention_noise', 'drift_and_swirl']
+    ['kernel_statistics', 'attention_drift', 'attention_diffusion', 'mlp_force']
     """
-    return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl()]
+    return [KernelStatistics(), AttentionDrift(), AttentionDiffusion(), MlpForce()]
 
 
 def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
@@ -86,7 +86,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
         StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_unsupported),
-        _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
+        _replayed(lambda quick, seed: AttentionDiffusionSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         StandaloneMeasurement(
             "attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported
         ),
@@ -101,10 +101,10 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), entropy_change_unsupported),
         StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_unsupported),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
-        StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_unsupported),
-        StandaloneMeasurement("jko_layer", _jko_layer, (37, 89), jko_unsupported),
+        StandaloneMeasurement("perturbation_growth", _perturbation_growth, (24, 14), growth_unsupported),
+        StandaloneMeasurement("jko_step_test", _jko_step_test, (37, 89), jko_unsupported),
         StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_unsupported),
-        StandaloneMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_unsupported),
+        StandaloneMeasurement("mlp_swirl_bound", _mlp_swirl_bound, (38, 32), swirl_bound_unsupported),
     )
 
 
@@ -131,8 +131,8 @@ def _context_noise(system: System, *, quick: bool, seed: int, progress: Progress
     return context_noise(system, contexts, groups=32 if quick else 256, seed=seed, progress=progress)
 
 
-def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+def _perturbation_growth(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return perturbation_growth(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -147,8 +147,8 @@ def _generator_test(system: System, *, quick: bool, seed: int, progress: Progres
     return generator_test(system, tokens=4 if quick else 16, seed=seed, progress=progress)
 
 
-def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return jko_layer(system, whole_only=quick, seed=seed, progress=progress)
+def _jko_step_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return jko_step_test(system, whole_layer_only=quick, seed=seed, progress=progress)
 
 
 def _mobility_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -159,8 +159,8 @@ def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOp
     return mlp_weights(system, seed=seed)
 
 
-def _mlp_projection(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mlp_projection(system, neurons=256 if quick else 768, progress=progress)
+def _mlp_swirl_bound(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mlp_swirl_bound(system, neurons=256 if quick else 768, progress=progress)
 
 
 def _no_kernel(system: System) -> str | None:
@@ -186,7 +186,7 @@ def unsupported_measurements(system: System, *, only: Sequence[str] | None = Non
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = unsupported_measurements(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_layer', 'mlp_projection']
+    ['mlp_force', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_step_test', 'mlp_swirl_bound']
     """
     names = measurement_names() if only is None else only
     return {name: _unsupported(check_system(system), name) for name in names}
@@ -215,13 +215,13 @@ def measure(
 
     Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
     others are missing): the streaming instruments from one replay, and those of ``standalone_measurements``, with the
-    steps over depth, the flow of one token and the transport ratios; ``only`` selects some of them by name. With
+    steps over depth, the growth of perturbations and the transport ratios; ``only`` selects some of them by name. With
     ``interventions`` they are ``observe.intervention_measurements`` instead, which run a model under many edits and
-    take hundreds of forwards; ``only`` may name these too. With ``quick`` those that sample take smaller samples;
-    ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward for each chunk of its
-    prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means with intervals, and
-    ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning, unless it is named in
-    ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does not support.
+    take hundreds of forward passes; ``only`` may name these too. With ``quick`` those that sample take smaller samples;
+    ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward pass for each chunk
+    of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means with intervals,
+    and ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning, unless it is
+    named in ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does not support.
     ``progress`` is called with the share of the work done.
 
     >>> import torch
@@ -236,6 +236,7 @@ def measure(
             raise HelmscopeError(
                 "only, interventions and quick apply to all measurements, but instruments are given: omit them"
             )
+        _refuse_functions(instruments)
         return check_system(system).replay(*instruments, progress=progress)
     for argument, value in (("quick", quick), ("interventions", interventions)):
         if not isinstance(value, bool):
@@ -261,6 +262,15 @@ def measure(
         done += cost
         report(done / total)
     return measured
+
+
+def _refuse_functions(instruments: Sequence[object]) -> None:
+    """Raise HelmscopeError for a function that takes a measurement of its own."""
+    classes = {each.name: f"`{type(each).__name__}()`, or " for each in streaming_instruments()}
+    for k, each in enumerate(instruments):
+        name = getattr(each, "__name__", "")
+        if name in measurement_names():
+            raise HelmscopeError(f"instruments[{k}] is a function: pass {classes.get(name, '')}only=['{name}']")
 
 
 def _chosen(system: System, only: Sequence[str] | None, interventions: bool) -> list[str]:

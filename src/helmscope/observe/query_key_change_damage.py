@@ -50,10 +50,10 @@ class QueryKeyChange(Enum):
     BLURRED = "blurred"
 
 
-class ChangeForm(Enum):
+class ChangeStrength(Enum):
     """At which strengths queries and keys are changed; the module's docstring has both.
 
-    >>> [form.value for form in ChangeForm]
+    >>> [strength.value for strength in ChangeStrength]
     ['matched', 'as printed']
     """
 
@@ -66,7 +66,7 @@ def query_key_change_damage(
     recording: Recording,
     *,
     changes: Sequence[QueryKeyChange] = tuple(QueryKeyChange),
-    forms: Sequence[ChangeForm] = tuple(ChangeForm),
+    strengths: Sequence[ChangeStrength] = tuple(ChangeStrength),
     window: Sequence[float] = WINDOW,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -75,27 +75,27 @@ def query_key_change_damage(
     KL of the keys over that of the queries, along (change, form, prompt), NaN where changed queries do no damage.
 
     ``window`` holds the weights of a blur, those of the vector itself and of the ones before it. Null values are those
-    of an unchanged model, and a ratio of 1. Takes one forward for each change, form and site, and at most five that
-    measure lengths and strengths. Raises HelmscopeError where ``next_token_loss`` does, for a window that ``Blur``
+    of an unchanged model, and a ratio of 1. Takes one forward pass for each change, form and site, and at most five
+    that measure lengths and strengths. Raises HelmscopeError where ``next_token_loss`` does, for a window that ``Blur``
     refuses, and for a model whose attention cannot be edited or whose weights do not sum to 1.
 
     >>> from helmscope import record
     >>> damage = query_key_change_damage(record("A", ["Once upon a time", "The cat sat"]))
     >>> damage.kl.dims, damage.ratio.dims
-    (('change', 'form', 'site', 'prompt'), ('change', 'form', 'prompt'))
+    (('change', 'strength', 'site', 'prompt'), ('change', 'strength', 'prompt'))
     """
     report = check_progress(progress)
-    kinds, shapes = chosen("changes", changes, QueryKeyChange), chosen("forms", forms, ChangeForm)
+    kinds, shapes = chosen("changes", changes, QueryKeyChange), chosen("strengths", strengths, ChangeStrength)
     edits = {
-        f"{change.value}, {form.value}, {site.value}": edit
+        f"{change.value}, {strength.value}, {site.value}": edit
         for change in kinds
-        for form in shapes
-        for site, edit in zip(SITES, query_key_change(recording, change, form, window=window), strict=True)
+        for strength in shapes
+        for site, edit in zip(SITES, query_key_change(recording, change, strength, window=window), strict=True)
     }
     damage = damage_under_edits(recording, edits, progress=report)
     axes = {
         "change": [change.value for change in kinds],
-        "form": [form.value for form in shapes],
+        "strength": [strength.value for strength in shapes],
         "site": [site.value for site in SITES],
     }
     shape = (*map(len, axes.values()), damage.sizes["prompt"])
@@ -112,18 +112,18 @@ def query_key_change_damage(
 
 
 def query_key_change(
-    recording: Recording, change: QueryKeyChange, form: ChangeForm, *, window: Sequence[float] = WINDOW
+    recording: Recording, change: QueryKeyChange, strength: ChangeStrength, *, window: Sequence[float] = WINDOW
 ) -> Pair:
     """The edit of all queries and that of all keys, for the texts of a recording.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time"])
-    >>> queries, keys = query_key_change(recording, QueryKeyChange.BLURRED, ChangeForm.AS_PRINTED)
+    >>> queries, keys = query_key_change(recording, QueryKeyChange.BLURRED, ChangeStrength.AS_PRINTED)
     >>> queries.strength, keys.site
     (1.0, <Site.KEY: 'key'>)
     """
     check_recording(recording)
-    matched = form is ChangeForm.MATCHED
+    matched = strength is ChangeStrength.MATCHED
     pair: Pair
     if change is QueryKeyChange.BLURRED:
         pair = Blur(site=Site.QUERY, window=window), Blur(site=Site.KEY, window=window)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from helmscope.models.place import PutInput
 from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
+from helmscope.models.put_state import PutInput
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import AbstractEdit, Observer, Site
 from helmscope.observe.track import warn_of_short_texts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Values = Callable[..., Tensor]  # of logits, targets and logits without edits, (tokens, ...), to (*kinds, tokens)
 
-LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
+LOGITS_PER_FORWARD = 1 << 24  # logits that one forward pass of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 

@@ -23,7 +23,7 @@ class Measure(Protocol):
 @dataclass(frozen=True, eq=False)
 class StandaloneMeasurement:
     """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
-    forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
+    forward passes of a model, in full and quick, and the function that says why it cannot be taken of a system.
 
     ``forwards`` is a function of (system, quick) where the time depends on the numbers of layers and heads.
 
@@ -38,12 +38,13 @@ class StandaloneMeasurement:
     unsupported_reason: Callable[[System], str | None] | None = None
 
     def cost(self, system: System, *, quick: bool) -> float:
-        """The time in eager forwards of the model.
+        """The time in eager forward passes of the model.
 
         >>> from helmscope import record
         >>> from helmscope.observe.measure import standalone_measurements
         >>> recording = record("A", ["Once upon a time"])
-        >>> [each.cost(recording, quick=True) for each in standalone_measurements() if each.name == "depth_flow"]
-        [14]
+        >>> growth = next(each for each in standalone_measurements() if each.name == "perturbation_growth")
+        >>> growth.cost(recording, quick=True)
+        14
         """
         return self.forwards(system, quick) if callable(self.forwards) else self.forwards[int(quick)]

@@ -161,7 +161,7 @@ def _measurement(item: xr.Dataset, **options: Any) -> Figure:
     chosen = {"variables", "log"} & set(options)
     if {"free_energy", "free_energy_rate"} <= set(item) and not chosen:
         return _draw(free_energy_figure, item, options)
-    is_overview = {"beta", "delta", "radius"} <= set(item.attrs) and "inner_product_histogram" in item
+    is_overview = {"beta", "delta", "max_angle"} <= set(item.attrs) and "inner_product_histogram" in item
     if is_overview and not chosen:
         return _draw(overview_figure, item, options)
     return _draw(measurement_figure, item, options)

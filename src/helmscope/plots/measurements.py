@@ -47,7 +47,7 @@ FIRST = {
         "explained_share_second_moment",
         "explained_share_by_kind",
         "splitting_defect",
-        "explained_share_sampled_step",
+        "explained_share_second_moment_and_sigma",
     ),
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),

@@ -14,7 +14,7 @@ from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.query_key import GaugeTransform
 from helmscope.observe.query_key_change_damage import (
-    ChangeForm,
+    ChangeStrength,
     QueryKeyChange,
     query_key_change,
     query_key_change_damage,
@@ -40,12 +40,12 @@ def key_norm(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
+    few = case.subject.record(prompts.texts[:SILENT_PROMPTS])
     try:
-        query_key_change(few, QueryKeyChange.NORMALIZED, ChangeForm.MATCHED)
+        query_key_change(few, QueryKeyChange.NORMALIZED, ChangeStrength.MATCHED)
     except HelmscopeError as error:
         return Finding.impossible(str(error))
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     ratios = _ratios(case, recording)
     if not all(np.isfinite(ratio).all() for ratio in ratios.values()):
         return Finding.impossible(NO_DAMAGE)
@@ -65,20 +65,20 @@ def key_norm(case: TrialCase) -> Finding:
         described=described | _as_printed(case, recording),
         remark=_remark(case, contrasts),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
 def _ratios(
     case: TrialCase,
     recording: Recording,
-    form: ChangeForm = ChangeForm.MATCHED,
+    strength: ChangeStrength = ChangeStrength.MATCHED,
     changes: tuple[QueryKeyChange, ...] = CHANGES,
 ) -> dict[str, np.ndarray]:
     """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
     window = case.constant("kernel")
-    damage = query_key_change_damage(recording, changes=changes, forms=[form], window=window, progress=False)
-    return {change.value: damage.ratio.sel(change=change.value).isel(form=0).values for change in changes}
+    damage = query_key_change_damage(recording, changes=changes, strengths=[strength], window=window, progress=False)
+    return {change.value: damage.ratio.sel(change=change.value).isel(strength=0).values for change in changes}
 
 
 def _silent(case: TrialCase, recording: Recording) -> Evidence:
@@ -89,7 +89,7 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
 
 def _gauge(case: TrialCase, texts: tuple[object, ...]) -> Evidence:
     """The ratios of normalized sides after the gauge over those before it, on some of the prompts."""
-    recording = case.subject.recording_of(texts)
+    recording = case.subject.record(texts)
     gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
     after, before = (_ratios(case, each, changes=NORMALIZED)["normalized"] for each in (gauged, recording))
     return Replicates(after / before, "prompts")
@@ -110,7 +110,7 @@ def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
     """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
     if case.quick:
         return {}
-    ratios = _ratios(case, recording, ChangeForm.AS_PRINTED)
+    ratios = _ratios(case, recording, ChangeStrength.AS_PRINTED)
     return {f"ratio, {name}, as printed": Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()}
 
 

@@ -37,7 +37,7 @@ def sharp_unstable(case: TrialCase) -> Finding:
     )
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     layers = spaced_layers(recording, case.count(case.constant("layers"), quick=case.constant("layers_quick")))
     damage = _damage(recording, case, layers, "low", "high", "high again")
     ratio = _ratio(damage, "high", "low")
@@ -61,7 +61,7 @@ def sharp_unstable(case: TrialCase) -> Finding:
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; perturbed at the input of layers "
         f"{', '.join(map(str, layers))}, {damage.attrs['draws']} draws each; twins on {contrast.twins.shape[1]} of the "
         "prompts",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 

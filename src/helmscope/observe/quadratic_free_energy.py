@@ -8,7 +8,7 @@ radius,
 
 that is V(x) = <slope, x - at> + <x - at, stiffness (x - at)> / 2: the symmetric part of the mean Jacobian, whatever the
 weights of the MLP are, and no algebraic split. nu is the diffusivity of Sigma_A (mode A, summed over heads, over
-|y|^2), as in ``attention_noise``. Attention counts in nu only [Helmholtz Transformer, no. 10].
+|y|^2), as in ``attention_diffusion``. Attention counts in nu only [Helmholtz Transformer, no. 10].
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from helmscope.fields.jacobian_algebra import jacobian_algebra, slopes_of
 from helmscope.fields.mlp import MLP, GatedMLP, linear
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.jko_gaussian import QuadraticSteps
-from helmscope.observe.drift_and_swirl import unit_points
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
+from helmscope.observe.mlp_force import unit_points
 from helmscope.observe.track import token_mean, token_weights
 from helmscope.types import Instrument, Needs, type_with_article
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerEnergy:
+class QuadraticFreeEnergy:
     """Free energy with a quadratic potential: F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x -
     at)> / 2, in float64.
 
     >>> one = torch.ones(1, 1).double()
-    >>> LayerEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])
+    >>> QuadraticFreeEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])
     tensor([2.], dtype=torch.float64)
     """
 
@@ -62,24 +62,24 @@ class LayerEnergy:
         """grad V at x.
 
         >>> one = torch.ones(1, 1).double()
-        >>> LayerEnergy(2 * one, 0 * one[0], one[0], 0.4).slope_at(one[0])
+        >>> QuadraticFreeEnergy(2 * one, 0 * one[0], one[0], 0.4).slope_at(one[0])
         tensor([0.], dtype=torch.float64)
         """
         return self.slope + self.stiffness @ (x - self.at)
 
     @full_precision
-    def along(self, axes: Float[Tensor, "d k"]) -> LayerEnergy:
+    def along(self, axes: Float[Tensor, "d k"]) -> QuadraticFreeEnergy:
         """The same on the span of orthonormal axes, in their coordinates.
 
         >>> eye = torch.eye(2).double()
-        >>> LayerEnergy(eye, eye[0], eye[1], 0.4).along(eye[:, :1]).slope
+        >>> QuadraticFreeEnergy(eye, eye[0], eye[1], 0.4).along(eye[:, :1]).slope
         tensor([1.], dtype=torch.float64)
         """
         stiffness = axes.mT @ self.stiffness @ axes
-        return LayerEnergy((stiffness + stiffness.mT) / 2, axes.mT @ self.slope, axes.mT @ self.at, self.nu)
+        return QuadraticFreeEnergy((stiffness + stiffness.mT) / 2, axes.mT @ self.slope, axes.mT @ self.at, self.nu)
 
 
-class LayerEnergies(Instrument):
+class QuadraticFreeEnergies(Instrument):
     """Instrument: the ``energies`` of every layer, averaged over the tokens of the replicates ``selected``, without
     the first token of each; ``nu`` is kept for every replicate.
 
@@ -88,13 +88,13 @@ class LayerEnergies(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> block = Block(SA(beta=0.0), MLP(w_in=torch.eye(3), w_out=torch.eye(3)))
     >>> run = integrate(block, torch.eye(3, dtype=torch.float64).expand(2, 3, 3), times=[0.0])
-    >>> found = LayerEnergies([0])
+    >>> found = QuadraticFreeEnergies([0])
     >>> _ = run.replay(found)
     >>> found.energies[0].slope.shape
     torch.Size([3])
     """
 
-    name = "jko_layer"  # of the measurement that needs them, for error messages
+    name = "jko_step_test"  # of the measurement that needs them, for error messages
     needs = HEADS_NEED | Needs.FORCE
 
     def __init__(self, selected: list[int] | np.ndarray) -> None:
@@ -149,13 +149,13 @@ class LayerEnergies(Instrument):
         return weights
 
     @property
-    def energies(self) -> Mapping[int, LayerEnergy]:
+    def energies(self) -> Mapping[int, QuadraticFreeEnergy]:
         """The energy of every layer."""
         found = {}
         for layer, sums in self._sums.items():
             mass = sums["mass"]
             jacobian = sums["jacobian"] / mass
-            found[layer] = LayerEnergy(
+            found[layer] = QuadraticFreeEnergy(
                 -((jacobian + jacobian.mT) / 2).cpu(),
                 -(sums["force"] / mass).cpu(),
                 (sums["point"] / mass).cpu(),
