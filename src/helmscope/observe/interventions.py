@@ -107,7 +107,7 @@ def _query_key_noise(system: System, *, quick: bool, seed: int, progress: Progre
     if quick:
         others = ", ".join(form.value for form in NoiseKind if form not in QUICK_FORMS)
         left_out = [
-            f"noise on values, the forms {others} and {DRAWS - QUICK_DRAWS} of {DRAWS} draws: not tried in quick"
+            f"noise on values, the kinds {others} and {DRAWS - QUICK_DRAWS} of {DRAWS} draws: not tried in quick"
         ]
     why = _refusal(lambda: WeightNoise.of(recording))
     if why is not None:
@@ -138,8 +138,8 @@ def _noise_by_layer(system: System, *, quick: bool, seed: int, progress: Progres
 
 
 def _query_key_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    forms = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
-    damage = query_key_change_damage(_recording(system), forms=forms, progress=progress)
+    strengths = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
+    damage = query_key_change_damage(_recording(system), strengths=strengths, progress=progress)
     return _without(damage, _quick(quick, "the full changes, as printed"))
 
 
