@@ -70,7 +70,7 @@ MISSES = {
             8,
         ): "V, nu and tau are fitted on the other half of the prompts, and an interval is that of the "
         "share given this fit: with the fits of other halves 30 % of them miss the mean over all fits"
-        for name in ("share", "objective_input")
+        for name in ("gap_closed_share", "objective_input")
     },
     (
         "free_energy_along_depth",

@@ -101,7 +101,7 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
     ("claim", "sentence"),
     [
         ("kuramto", "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        ("zzzz", "for a claim of your own pass `claims_folder=`"),
+        ("zzzz", "for your own claim pass `claims_folder=`"),
         ("bridge-is-minimal", "claim 'bridge-is-minimal' has no experiment yet: `helmscope claims list` shows which"),
     ],
 )

@@ -272,8 +272,8 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
     assert far == (
-        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for a claim of your "
-        "own pass `claims_folder=` (on the command line `--from`)"
+        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for your own claim "
+        "pass `claims_folder=` (`--from` on the command line)"
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
     assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")

@@ -55,7 +55,7 @@ def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
             raise
         listed = "(helmscope claims list, hs.claims.read_catalogue())"
         raise HelmscopeError(
-            f"{error} {listed}; for a claim of your own pass `claims_folder=` (on the command line `--from`)"
+            f"{error} {listed}; for your own claim pass `claims_folder=` (`--from` on the command line)"
         ) from None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types import HelmscopeError, Trajectory, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -105,14 +105,23 @@ def check_dense_values(name: str, tensor: Tensor) -> None:
         )
 
 
-def numpy_hint(name: str, value: object) -> str:
-    """The end of an error message for an argument that must be a tensor: how to convert a NumPy array.
+def conversion_hint(name: str, value: object) -> str:
+    """The end of an error message for an argument that must be a tensor: how to convert a NumPy array, and what to pass
+    of a system or a trajectory.
 
     >>> import numpy as np
-    >>> numpy_hint("x0", np.zeros(2)), numpy_hint("x0", [0.0])
+    >>> conversion_hint("x0", np.zeros(2)), conversion_hint("x0", [0.0])
     (': pass torch.from_numpy(x0)', '')
     """
-    return f": pass torch.from_numpy({name})" if type(value).__module__ == "numpy" else ""
+    if type(value).__module__ == "numpy":
+        return f": pass torch.from_numpy({name})"
+    path = value if isinstance(value, Trajectory) else getattr(value, "trajectory", None)
+    if not isinstance(path, Trajectory):
+        return ""
+    owner = name if path is value else f"{name}.trajectory"
+    # states and weights belong together: padding has weight 0
+    weights = "" if path.weights is None else f", with its weights {owner}.weights[0, 0]"
+    return f": pass one cloud, such as {owner}.states[-1, 0]{weights}"
 
 
 def check_points(points: object, name: str) -> Float[Tensor, "*batch n d"]:
@@ -125,7 +134,7 @@ def check_points(points: object, name: str) -> Float[Tensor, "*batch n d"]:
     if not isinstance(points, torch.Tensor):
         raise HelmscopeError(
             f"{name} is {type_with_article(points)}, but it must be a tensor of points (..., n, d)"
-            f"{numpy_hint(name, points)}"
+            f"{conversion_hint(name, points)}"
         )
     if points.ndim < 2 or 0 in points.shape[-2:]:
         raise HelmscopeError(

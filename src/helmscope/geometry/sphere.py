@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.arithmetic import check_dense_values, every, numpy_hint
+from helmscope.geometry.arithmetic import check_dense_values, conversion_hint, every
 from helmscope.types import HelmscopeError, check_real, type_with_article
 from helmscope.types.lazy import listed_exports
 
@@ -52,7 +52,7 @@ def check_tokens(
     tensor([[0.6000, 0.8000]])
     """
     if not isinstance(x, torch.Tensor):
-        hint = numpy_hint(name, x)
+        hint = conversion_hint(name, x)
         raise HelmscopeError(
             f"{name} is {type_with_article(x)}, but it must be a torch tensor of shape (..., n, d){hint}"
         )
@@ -72,7 +72,10 @@ def check_tokens(
         )
     nonzero = x.any(-1)  # not norm > 0: the square of 1e-200 is 0
     if not every(nonzero):
-        raise HelmscopeError(f"{name} holds a zero vector ({_first_index(~nonzero)}), but every token must be nonzero")
+        raise HelmscopeError(
+            f"{name} holds a zero vector ({_first_index(~nonzero)}), but every token must be nonzero: if it is the "
+            "padding of a recording, pass the weights of its trajectory too"
+        )
     if normalize:
         return retract(x)
     unit = _is_unit(x)

@@ -110,7 +110,8 @@ class Recording(Plottable):
     @property
     def trajectory(self) -> Trajectory:
         """The states of the tokens over depth: unit vectors (depth, batch, n, d), the radii that were divided out, and
-        the weight of each token in statistics (0 for padding and special tokens).
+        the weight of each token in statistics (0 for padding and special tokens). The states of padding are zero
+        vectors, which functions of tokens refuse where they are called without weights.
         """
         self.certificate.require("trajectory")
         stream, counted = self.residual, self.batch.counted
@@ -145,9 +146,19 @@ class Recording(Plottable):
         path = self.trajectory
         if not self.anatomy.post_norm:
             return path
+        return replace(path, states=self.stream_on_sphere.direction, radius=self.stream_on_sphere.radius)
+
+    @cached_property
+    def stream_on_sphere(self) -> ResidualStream:
+        """The stored states of ``on_sphere``, those of padding included; in a model that is not post-norm, those of the
+        residual stream.
+        """
+        if not self.anatomy.post_norm:
+            return self.residual
         self.certificate.require("on_sphere")
         plain = on_sphere(self)
-        return replace(path, states=plain.direction, radius=plain.radius)
+        plain.hide(self.visible)
+        return plain
 
     @property
     def layers(self) -> range:
@@ -198,7 +209,8 @@ class Recording(Plottable):
         return torch.cat(keep.states)
 
     def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
+        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model. The rows of
+        padding are 0, so that functions of rows, such as ``hs.kernel.row_entropy``, are NaN there.
 
         >>> from helmscope import record
         >>> weights = record("A", ["Once upon a time"]).kernel(layer=0)
@@ -210,7 +222,8 @@ class Recording(Plottable):
 
     def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
-        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
+        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model. The rows
+        of padding are 0.
 
         >>> from transformers import T5Config, T5Model
         >>> sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
@@ -230,10 +243,15 @@ class Recording(Plottable):
     def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
         kept = self.kept.get("cross kernel" if cross else "kernel")
         if kept is not None:
-            return kept[layer]
-        keep = KeepWeights(layer, cross=cross)
-        self.runner.forward(keep)
-        return torch.cat(keep.weights)
+            weights = kept[layer]
+        else:
+            keep = KeepWeights(layer, cross=cross)
+            self.runner.forward(keep)
+            weights = torch.cat(keep.weights)
+        if self.visible is None:
+            return weights
+        queries = self.visible.to(weights.device)[:, None, :, None]
+        return torch.where(queries, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
 
     def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
@@ -277,7 +295,8 @@ class Recording(Plottable):
     ) -> Recording:
         """Run the model again from a depth on, with other directions there; radii and means are unchanged.
 
-        ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
+        ``states`` are unit vectors; padding may also be zero vectors, as in ``trajectory``, and then keeps its recorded
+        directions. Tokens where ``frozen`` is True keep their recorded states at every later depth,
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
 
         >>> from helmscope import record
@@ -302,7 +321,8 @@ class Recording(Plottable):
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        check_states(states, self.residual.direction[step], frozen)
+        check_states(states, self.residual.direction[step], frozen, self.residual.hidden)
+        states = self.residual.with_hidden(step, states)
         radius, mean = self.residual.radius[step], self.residual.mean
         earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
         held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
@@ -370,6 +390,7 @@ class Recording(Plottable):
         stream, errors = recorder.recorded()
         stream = stream.since(first)
         certificate = certified_again(self.certificate, runner, stream, errors, first=first)
+        stream.hide(self.visible)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def unsupported_reason(self, instrument: Instrument) -> str | None:

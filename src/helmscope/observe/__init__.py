@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from helmscope.observe.fourier_band_damage import fourier_band_damage as fourier_band_damage
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
     from helmscope.observe.generator import ambient_generator as ambient_generator
+    from helmscope.observe.generator import convergence_order as convergence_order
     from helmscope.observe.generator import discrete_generator as discrete_generator
+    from helmscope.observe.generator import richardson_limit as richardson_limit
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.generator_test import generator_test as generator_test
     from helmscope.observe.half_times import half_time as half_time

@@ -19,7 +19,7 @@ import torch
 from helmscope.fields.attention import softmax_kernel
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.observe.attention_drift import described
-from helmscope.observe.kernel import check_kernel, normalized_rows, visible_tokens
+from helmscope.observe.kernel import check_kernel, normalized_rows, used_tokens, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import Instrument, Needs, check_integer, check_real
 
@@ -69,7 +69,7 @@ def balanced_kernel(
     check_real("tol", tol, above=0)
     check_integer("max_iterations", max_iterations, at_least=1)
     logits = normalized_rows(check_kernel(kernel).double()).log()
-    m = visible_tokens(kernel, visible).to(logits)
+    m = used_tokens(kernel, visible).to(logits)
     logits = logits.masked_fill((m == 0).unsqueeze(-1), 0.0)  # rows of padding, which balance nothing
     dual = SinkhornAttention(beta=0.0, tol=tol, max_iterations=max_iterations).solve(logits, m)
     balanced = softmax_kernel(logits + dual.potential.unsqueeze(-2), m)

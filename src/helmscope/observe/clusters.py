@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.linkage import clusters, collapse_padding, spanning_tree
+from helmscope.geometry.linkage import clusters, spanning_tree
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import token_weights
+from helmscope.observe.observable import observable
+from helmscope.observe.track import counted_tokens
 from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import HelmscopeError, check_real
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 
+@observable
 @progress_reporting(None, "counting clusters")
 def cluster_count(
     x: Float[Tensor, "*batch n d"], *, max_angle: float, weights: Float[Tensor, "*batch n"] | None = None
@@ -32,8 +34,8 @@ def cluster_count(
     tensor(2)
     """
     max_angle = check_real("max_angle", max_angle, at_least=0)
-    counted = token_weights(check_tokens(x), weights) > 0
-    label = clusters(collapse_padding(x, counted), max_angle)
+    x = counted_tokens(x, weights)
+    label = clusters(x, max_angle)
     return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
 
 
@@ -76,6 +78,7 @@ class MergeTree:
         return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(n - 1, 4)
 
 
+@observable
 @shows_progress("merge trees")
 def merge_tree(x: Float[Tensor, "*batch n d"], *, progress: ProgressOption = None) -> MergeTree:
     """Single-linkage tree of each cloud (..., n, d) by geodesic distance; ``progress`` is called with the share of the

@@ -29,11 +29,20 @@ import xarray as xr
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 
+from helmscope.geometry.arithmetic import conversion_hint
 from helmscope.observe.nearest import NearestNeighbors
 from helmscope.observe.neighbor_entropy import distinct, equal_weights
 from helmscope.observe.track import token_weights
 from helmscope.stats.intervals import jackknife_interval
-from helmscope.types import HelmscopeError, Interval, check_integer, check_real, check_seed, short_repr
+from helmscope.types import (
+    HelmscopeError,
+    Interval,
+    check_integer,
+    check_real,
+    check_seed,
+    short_repr,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -198,6 +207,10 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
     >>> distinct_cloud(torch.arange(20).reshape(20, 1) % 10).shape
     torch.Size([10, 1])
     """
+    if not isinstance(points, torch.Tensor):
+        of_system = ": for a system use hs.observe.token_dimension(system)" if hasattr(points, "trajectory") else ""
+        hint = of_system or conversion_hint("points", points)
+        raise HelmscopeError(f"points is {type_with_article(points)}, but it must be a tensor of points (n, d){hint}")
     if points.ndim != 2:
         raise HelmscopeError(f"points have shape {tuple(points.shape)}, but they must be one cloud, (n, d)")
     cloud = points[equal_weights(token_weights(points, weights))].double()

@@ -17,10 +17,11 @@ from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.fields.weights import check_weights
-from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product
 from helmscope.kernels.request import Request
+from helmscope.observe.observable import observable
+from helmscope.observe.track import counted_tokens, token_weights
 from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class _ScaledSum(NamedTuple):
     log_scale: Float[Tensor, "*batch"]
 
 
+@observable
 def interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
@@ -54,10 +56,12 @@ def interaction_energy(
     tensor(0.9296)
     """
     beta = number_or_tensor("beta", beta, above=0)
-    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
+    x = counted_tokens(x, weights)
+    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(x, weights))
     return torch.exp(scaled.log_scale) * scaled.mantissa / (2 * beta)
 
 
+@observable
 def log_interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
@@ -71,22 +75,31 @@ def log_interaction_energy(
     tensor(991.7059)
     """
     beta = number_or_tensor("beta", beta, above=0)
-    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
+    x = counted_tokens(x, weights)
+    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(x, weights))
     return scaled.log_scale + torch.log(scaled.mantissa / (2 * beta))
 
 
-def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
-    """Interaction energy without the factor 1/n^2: E_sum = 1/(2 beta) sum_ij e^{beta <x_i, x_j>} = n^2 E.
+@observable
+def interaction_energy_sum(
+    x: Float[Tensor, "*batch n d"], *, beta: float, weights: Float[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Interaction energy without the factor 1/M^2: E_sum = 1/(2 beta) sum_ij m_i m_j e^{beta <x_i, x_j>} = M^2 E.
 
     >>> interaction_energy_sum(torch.eye(2), beta=1.0)  # e + 1
     tensor(3.7183)
     """
-    return check_tokens(x).shape[-2] ** 2 * interaction_energy(x, beta=beta)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights)
+    return m.sum(-1).square() * interaction_energy(x, beta=beta, weights=weights)
 
 
-def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
-    """Gaussian energy F = 1/2 sum_ij e^{-(beta/2) |x_i - x_j|^2}, which the [Mean-field notes] print as a *repulsive*
-    energy.
+@observable
+def gaussian_energy_as_printed(
+    x: Float[Tensor, "*batch n d"], *, beta: float, weights: Float[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Gaussian energy F = 1/2 sum_ij m_i m_j e^{-(beta/2) |x_i - x_j|^2}, which the [Mean-field notes] print as a
+    *repulsive* energy.
 
     On the unit sphere F = beta e^{-beta} E_sum, so the flow with V = +I increases it: it is attractive. The repulsive
     flow has V = -I.
@@ -95,11 +108,14 @@ def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -
     tensor(1.3679)
     """
     beta = check_real("beta", beta, at_least=0)
-    check_tokens(x)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights)
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    return torch.exp(-(beta / 2) * distance**2).sum((-1, -2)) / 2
+    pairs = m.unsqueeze(-1) * m.unsqueeze(-2)
+    return (pairs * torch.exp(-(beta / 2) * distance**2)).sum((-1, -2)) / 2
 
 
+@observable
 def interaction_energy_rate(
     x: Float[Tensor, "*batch n d"],
     field: FieldWithBeta,
@@ -124,7 +140,8 @@ def interaction_energy_rate(
             "SinkhornAttention"
         )
     number_or_tensor("beta", field.beta, above=0)
-    combined = check_weights(check_tokens(x), weights)
+    x = counted_tokens(x, weights)
+    combined = check_weights(x, weights)
     field.check_size(x)
     velocity = field.velocity(x, weights=combined)
     b = as_dense(field.query_key, x)

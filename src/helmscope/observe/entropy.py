@@ -41,6 +41,7 @@ from helmscope.observe.neighbor_entropy import (
     equal_weights,
     principal_projection,
 )
+from helmscope.observe.observable import observable
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.pooled import RANK_TOLERANCE, CloudMoments, PooledMoments
 from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
@@ -88,6 +89,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return product
 
 
+@observable
 def gaussian_entropy(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -100,6 +102,7 @@ def gaussian_entropy(
     return moments_of(x, weights).gaussian_entropy
 
 
+@observable
 def gaussian_fisher_information(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -129,6 +132,7 @@ def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]
     return torch.where(regular, found, torch.nan)
 
 
+@observable
 def matrix_entropy(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None, *, centered: bool = False
 ) -> Float[Tensor, "*batch"]:
@@ -325,7 +329,7 @@ def _by_neighbors(path: Trajectory, k: int, principal_axes: int, neighbors: int)
     copies = torch.zeros(prompts, dtype=points.dtype, device=x.device).index_add(0, group, (~kept).to(points))
     try:
         equal_weights(weights.flatten())
-        found = NeighborDistances.of(points[kept], neighbors).pseudo_values(group[kept], prompts)
+        found = NeighborDistances.of(points[kept], neighbors).replicates(group[kept], prompts)
     except HelmscopeError:  # too few distinct tokens, or masses that differ
         found = torch.full_like(copies, torch.nan)
     return {"neighbor_entropy": found, "copies": copies}

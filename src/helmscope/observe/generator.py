@@ -20,7 +20,7 @@ import torch
 from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.weights import check_weights
-from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.arithmetic import conversion_hint, full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.geometry.surface import gradient, hessian
 from helmscope.types import HelmscopeError, check_real, type_with_article
@@ -179,7 +179,8 @@ def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:
     torch.Size([2])
     """
     if not isinstance(x, torch.Tensor):
-        raise HelmscopeError(f"{name} is {type_with_article(x)}, but it must be a torch tensor")
+        hint = conversion_hint(name, x)
+        raise HelmscopeError(f"{name} is {type_with_article(x)}, but it must be a torch tensor{hint}")
     if x.dtype not in (torch.float64, torch.float32):
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
     if x.ndim < 1 or x.shape[-1] < 1:

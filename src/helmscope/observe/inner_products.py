@@ -13,8 +13,8 @@ import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
-from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import SHARE, token_weights, trajectory_of, with_bounds, with_replicates
+from helmscope.observe.observable import observable
+from helmscope.observe.track import SHARE, counted_tokens, token_weights, trajectory_of, with_bounds, with_replicates
 from helmscope.types import System, Trajectory, check_integer, check_memory, check_real
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@observable
 def mean_inner_product(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None, distinct: bool = True
 ) -> Float[Tensor, "*batch"]:
@@ -32,7 +33,8 @@ def mean_inner_product(
     >>> mean_inner_product(torch.eye(2)), mean_inner_product(torch.eye(2), distinct=False)
     (tensor(0.), tensor(0.5000))
     """
-    m = token_weights(check_tokens(x), weights)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights)
     weighted = m.unsqueeze(-1) * x
     # sum_ij m_i m_j <x_i, x_j> = |sum_i m_i x_i|^2 avoids the n^2 pairs
     all_pairs = weighted.sum(-2).square().sum(-1)
@@ -41,6 +43,7 @@ def mean_inner_product(
     return (all_pairs - weighted.square().sum((-1, -2))) / _total_pair_weight(m)
 
 
+@observable
 def close_pair_share(
     x: Float[Tensor, "*batch n d"], *, delta: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -50,7 +53,8 @@ def close_pair_share(
     tensor(0.3333)
     """
     delta = check_real("delta", delta, at_least=0)
-    m = token_weights(check_tokens(x), weights)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights)
     close = pairs_within_chord(x, math.sqrt(2 * delta)).to(x.dtype)
     close.diagonal(dim1=-2, dim2=-1).zero_()
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)

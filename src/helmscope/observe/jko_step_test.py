@@ -12,7 +12,8 @@ with the quadratic V and the nu of the layer (``quadratic_free_energy``) is N(m'
 
 is the share of the gap that the layer closes, with W2 between Gaussian laws: the empirical W2 of clouds in 190
 dimensions measures their sparseness. V, nu and tau come from one half of the prompts, tau as the value with the largest
-share there; the shares are those of the other half, as jackknife pseudo-values, one per prompt.
+share there; the share is that of the other half. Its replicates, one for each prompt of both halves, are the
+pseudo-values of a jackknife of all of it, so that intervals contain the error of V, nu and tau (``step_replicates``).
 
     gap_closed_share            in all directions in which the tokens of the first half vary
     gap_closed_share_projected  in their leading principal axes (``principal_axes`` of them), with V restricted to these
@@ -26,14 +27,14 @@ How it fails. A share above 0 in many dimensions can come from the means alone; 
 law that is far from a normal one has moments that say little. V is that of the MLP at the tokens: beyond it the
 quadratic form is an extrapolation. NaN where V and nu vanish, so that there is no gap. Fewer than four prompts are
 refused; of tokens that span few directions, as few are used.
-Cost. One replay, and for every layer about 80 eigendecompositions of d x d matrices, and 13 for every prompt; half of
-them with ``whole_layer_only``.
+Cost. One replay, a d x d matrix for each prompt and layer, and for every layer about 60 eigendecompositions of d x d
+matrices and 3 for each prompt of the tested half; three times as many without ``whole_layer_only``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -44,9 +45,10 @@ from helmscope.models.recording import Recording
 from helmscope.models.sites import Site
 from helmscope.models.topology import Kind
 from helmscope.observe.depth_steps import check_finite, sphere_text
-from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep, laws
+from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergies, QuadraticFreeEnergy
+from helmscope.observe.step_replicates import step_replicates
 from helmscope.observe.track import check_system
 from helmscope.runs.bar import shows_progress
 from helmscope.stats.replicates import random_halves
@@ -85,11 +87,11 @@ def jko_step_test(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The share of the gap to the JKO minimizer that each layer closes, over (layer, prompt), for the prompts on which
-    V, nu and tau were not fitted; the coordinate ``prompt`` says which they are, and ``tau`` and ``nu`` are coordinates
-    of the layers. The module's docstring defines the quantities; those of single prompts are pseudo-values, and only
-    their mean is a share. With ``whole_layer_only`` the steps in leading axes and of the MLP alone are not fitted, as
-    the attribute ``left_out`` says. ``seed`` draws the halves.
+    """The share of the gap to the JKO minimizer that each layer closes, over (layer, prompt), with V, nu and tau fitted
+    on one half of the prompts (attribute ``fitted_on``) and the share taken on the other; ``tau`` and ``nu`` are
+    coordinates of the layers. The module's docstring defines the quantities; those of single prompts are pseudo-values,
+    and only their mean is a share. With ``whole_layer_only`` the steps in leading axes and of the MLP alone are not
+    fitted, as the attribute ``left_out`` says. ``seed`` draws the halves.
 
     A layer of a simulation is the step from one stored time to the next. Raises HelmscopeError for fewer than four
     prompts, for a system without attention or MLP, and for clouds that span too few directions.
@@ -194,34 +196,41 @@ class LayerSteps:
         axes = pair.axes(self.path.states.shape[-1] if most is None else most, self.selection, self.test)
         return pair.fit(self.energies[layer] if energy is None else energy, axes, self.selection)
 
-    def pseudo_values(self, layer: int, step: FittedStep) -> dict[str, np.ndarray]:
-        """The ``PARTS`` of a step, one pseudo-value for each test prompt."""
-        found = self.clouds(layer).pseudo_values(step, self.test).numpy()
+    def replicates(
+        self, layer: int, step: FittedStep, energy: QuadraticFreeEnergy | None = None
+    ) -> dict[str, np.ndarray]:
+        """The ``PARTS`` of a step of a layer, one replicate for each prompt, for its own energy or another one."""
+        energy = self.energies[layer] if energy is None else energy
+        found = step_replicates(self.clouds(layer), step, energy, self.selection, self.test).numpy()
         return {name: found[:, k] for k, name in enumerate(PARTS)}
 
-    def shares(self, layer: int, step: FittedStep, *, mlp: bool = False) -> np.ndarray:
-        """The share of the gap closed alone, one pseudo-value for each test prompt."""
-        found: np.ndarray = self.clouds(layer, mlp=mlp).pseudo_values(step, self.test, parts=1).numpy()[:, 0]
+    def shares(
+        self, layer: int, step: FittedStep, energy: QuadraticFreeEnergy | None = None, *, mlp: bool = False
+    ) -> np.ndarray:
+        """The share of the gap closed alone, one replicate for each prompt."""
+        pair, energy = self.clouds(layer, mlp=mlp), self.energies[layer] if energy is None else energy
+        found: np.ndarray = step_replicates(pair, step, energy, self.selection, self.test, parts=1).numpy()[:, 0]
         return found
 
     def share(self, layer: int, step: FittedStep) -> float:
         """The share of the gap closed over all test prompts, without its jackknife."""
-        return step.closed(*laws(self.clouds(layer).moments(step.axes, self.test).whole))
+        return step.closed(*self.clouds(layer).moments(step.axes, self.test).laws())
 
     def measured(self, layer: int, *, principal_axes: int | None) -> dict[str, np.ndarray]:
-        """All quantities of a layer for the test prompts, and its tau; those of the whole layer alone if
-        ``principal_axes`` is None.
+        """All quantities of a layer for all prompts, and its tau; those of the whole layer alone if ``principal_axes``
+        is None.
         """
         step = self.fitted(layer)
-        values = self.pseudo_values(layer, step) | {"tau": np.array(step.tau)}
+        values = self.replicates(layer, step) | {"tau": np.array(step.tau)}
         if principal_axes is None:
             return values
         values["gap_closed_share_projected"] = self.shares(layer, self.fitted(layer, most=principal_axes))
         if self.depths[layer][2] is not None:
             pair = self.clouds(layer, mlp=True)
             axes = pair.axes(self.path.states.shape[-1], self.selection, self.test)
-            alone = pair.fit(replace(self.energies[layer], nu=0.0), axes, self.selection)
-            values["gap_closed_share_mlp"] = self.shares(layer, alone, mlp=True)
+            silent = self.energies[layer].with_noise_of(None)
+            alone = pair.fit(silent, axes, self.selection)
+            values["gap_closed_share_mlp"] = self.shares(layer, alone, silent, mlp=True)
         return values
 
     def measurement(self, rows: list[dict[str, np.ndarray]]) -> xr.Dataset:
@@ -236,16 +245,17 @@ class LayerSteps:
         names = self.path.identities
         coords = {
             axis: np.asarray(times),
-            over: self.test,
+            over: np.arange(self.path.states.shape[1]),
             "tau": (axis, np.array([float(row["tau"]) for row in rows])),
             "nu": (axis, np.array([self.energies[layer].nu for layer in layers])),
-            **identity_coordinates(over, None if names is None else [names[k] for k in self.test]),
+            **identity_coordinates(over, names),
         }
         return check_replicates(xr.Dataset(data, coords)).assign_attrs(
             sphere=sphere_text(self.source),
             radius="recorded radius of each token",
             potential="quadratic: mean force and symmetric part of the mean Jacobian of the MLP over the tokens",
-            replicates="jackknife pseudo-values of the prompts on which nothing was fitted",
+            replicates="pseudo-values of a jackknife over the prompts of both halves",
+            fitted_on=[int(k) for k in self.selection],
         )
 
 

@@ -3,9 +3,10 @@
 A kernel K has rows of weights K_ij >= 0 for query i and key j: (*batch, n, n), with heads (*batch, heads, n, n). Rows
 of SA sum to 1; rows of USA do not, nor do those of a model with an attention sink outside the tokens. Therefore shares
 are computed from the normalized rows P_ij = K_ij / sum_k K_ik, and the row mass is reported separately. For a query
-that attends to no key the shares are NaN. ``visible`` is False for padding, tokens that are neither queries nor keys.
-Which queries enter a mean is determined separately, by the weights of the trajectory. How sums over tokens are
-computed is the subject of ``hs.kernels``.
+that attends to no key, such as padding in ``recording.kernel(layer=...)``, the shares are NaN. ``visible`` is False for
+padding, tokens that are neither queries nor keys; by default, those are the tokens whose row and column are 0. Which
+queries enter a mean is determined separately, by the weights of the trajectory: ``kernel_statistics`` returns such
+means for a system. How sums over tokens are computed is the subject of ``hs.kernels``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ __all__ = [
     "row_entropy",
     "row_mass",
     "symmetry_defect",
+    "used_tokens",
     "visible_tokens",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
@@ -65,8 +67,9 @@ def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:
     torch.Size([2, 2])
     """
     if not isinstance(kernel, torch.Tensor):
+        hint = ": for a system use hs.kernel_statistics(system)" if hasattr(kernel, "trajectory") else ""
         raise HelmscopeError(
-            f"kernel is {type_with_article(kernel)}, but it must be a torch tensor of shape (..., n, n)"
+            f"kernel is {type_with_article(kernel)}, but it must be a torch tensor of shape (..., n, n){hint}"
         )
     shape = tuple(kernel.shape)
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 1:
@@ -166,7 +169,7 @@ def first_token_mass(
     tensor([0.2500, 0.5000])
     """
     p = normalized_rows(kernel)
-    first = visible_tokens(p, visible).to(torch.int8).argmax(-1)
+    first = used_tokens(p, visible).to(torch.int8).argmax(-1)
     column = first[..., None, None].expand(*p.shape[:-1], 1)
     return _nan_without_keys(kernel, p.gather(-1, column).squeeze(-1))
 
@@ -206,7 +209,7 @@ def bistochastic_defect(
     tensor(0.2500)
     """
     off = (received_mass(kernel, visible=visible) - 1).abs()
-    return (off * visible_tokens(kernel, visible)).amax(-1)
+    return (off * used_tokens(kernel, visible)).amax(-1)
 
 
 def column_sum_deviation_rms(
@@ -218,7 +221,7 @@ def column_sum_deviation_rms(
     >>> column_sum_deviation_rms(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor(0.2500)
     """
-    mask = visible_tokens(kernel, visible)
+    mask = used_tokens(kernel, visible)
     return _rms(received_mass(kernel, visible=visible) - 1, mask)
 
 
@@ -274,6 +277,21 @@ def visible_tokens(
     if not bool(visible.any(-1).all()):
         raise HelmscopeError("visible leaves a system without any token, but every system needs at least one")
     return visible.expand(kernel.shape[:-1])
+
+
+def used_tokens(
+    kernel: Float[Tensor, "*batch n n"], visible: Bool[Tensor, "*batch n"] | None
+) -> Bool[Tensor, "*batch n"]:
+    """The visible tokens, checked; if None, those that attend to a token or are attended to, or all of a kernel of
+    zeros. The rows of padding in the kernel of a recording are 0.
+
+    >>> used_tokens(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), None)
+    tensor([ True, False])
+    """
+    if visible is not None:
+        return visible_tokens(kernel, visible)
+    used = (kernel > 0).any(-1) | (kernel > 0).any(-2)
+    return used | ~used.any(-1, keepdim=True)
 
 
 NAMES = {

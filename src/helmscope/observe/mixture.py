@@ -20,6 +20,7 @@ from scipy.special import gammaln
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
+from helmscope.observe.observable import observable
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -82,6 +83,7 @@ class VMFMixture:
         return torch.from_numpy(_logsumexp(_log_components(points, fit)))
 
 
+@observable
 @shows_progress("fitting mixtures")
 def vmf_mixture(
     x: Float[Tensor, "*batch n d"],

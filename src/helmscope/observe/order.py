@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import token_weights
+from helmscope.observe.observable import observable
+from helmscope.observe.track import counted_tokens, token_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 
+@observable
 def order_parameter(
     x: Float[Tensor, "*batch n d"],
     *,
@@ -26,7 +27,8 @@ def order_parameter(
     >>> order_parameter(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     tensor(0.7071)
     """
-    m = token_weights(check_tokens(x), weights)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights)
     mean = (m.unsqueeze(-1) * x).sum(-2) / m.sum(-1, keepdim=True)
     size: Tensor = torch.linalg.vector_norm(mean, dim=-1)
     return size

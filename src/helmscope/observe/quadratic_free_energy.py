@@ -13,10 +13,10 @@ weights of the MLP are, and no algebraic split. nu is the diffusivity of Sigma_A
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class QuadraticFreeEnergy:
     """Free energy with a quadratic potential: F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x -
-    at)> / 2, in float64.
+    at)> / 2, in float64, and what each prompt contributed to it, if that is known.
 
     >>> one = torch.ones(1, 1).double()
     >>> QuadraticFreeEnergy(one, one[0], one[0], 0.4).slope_at(2 * one[0])
@@ -51,6 +51,7 @@ class QuadraticFreeEnergy:
     slope: Float[Tensor, " d"]
     at: Float[Tensor, " d"]
     nu: float
+    parts: EnergyParts | None = field(repr=False, default=None)
 
     @cached_property
     def steps(self) -> QuadraticSteps:
@@ -78,6 +79,78 @@ class QuadraticFreeEnergy:
         stiffness = axes.mT @ self.stiffness @ axes
         return QuadraticFreeEnergy((stiffness + stiffness.mT) / 2, axes.mT @ self.slope, axes.mT @ self.at, self.nu)
 
+    def with_noise_of(self, other: QuadraticFreeEnergy | None) -> QuadraticFreeEnergy:
+        """This potential with the nu of another energy of the same prompts, or with nu = 0 if it is None.
+
+        >>> one = torch.ones(1, 1).double()
+        >>> QuadraticFreeEnergy(one, one[0], one[0], 0.4).with_noise_of(None).nu
+        0.0
+        """
+        parts = self.parts
+        if parts is not None:
+            theirs = None if other is None else other.parts
+            parts = replace(parts, nu=torch.zeros_like(parts.nu) if theirs is None else theirs.nu)
+        return replace(self, nu=0.0 if other is None else other.nu, parts=parts)
+
+
+class EnergyChanges(NamedTuple):
+    """Changes of an energy, (prompt, ...) each.
+
+    >>> zero = torch.zeros(3, 2).double()
+    >>> changes = EnergyChanges(zero[:, :, None] * zero[:, None], zero, zero, zero[:, 0])
+    >>> changes.along(torch.eye(2).double()[:, :1]).slope
+    tensor([[0.],
+            [0.],
+            [0.]], dtype=torch.float64)
+    """
+
+    stiffness: Float[Tensor, "prompt d d"]
+    slope: Float[Tensor, "prompt d"]
+    at: Float[Tensor, "prompt d"]
+    nu: Float[Tensor, " prompt"]
+
+    @full_precision
+    def along(self, axes: Float[Tensor, "d k"]) -> EnergyChanges:
+        """The same on the span of orthonormal axes, in their coordinates."""
+        turned = axes.to(self.stiffness)
+        return EnergyChanges(turned.mT @ self.stiffness @ turned, self.slope @ axes, self.at @ axes, self.nu)
+
+    def applied(self, energy: QuadraticFreeEnergy) -> Iterator[QuadraticFreeEnergy]:
+        """An energy after each of the changes."""
+        for stiffness, slope, at, nu in zip(*self, strict=True):
+            changed = energy.stiffness + stiffness.double()
+            yield QuadraticFreeEnergy(
+                (changed + changed.mT) / 2, energy.slope + slope, energy.at + at, max(0.0, energy.nu + float(nu))
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EnergyParts:
+    """The energy of each of the prompts over which a ``QuadraticFreeEnergy`` is a mean, with their ``mass`` (number of
+    tokens); nu, the mean over prompts, is NaN where a prompt has none.
+
+    >>> one = torch.ones(2, 1, 1).double()
+    >>> parts = EnergyParts(torch.tensor([1.0, 3.0]).double(), one, one[0], one[0], torch.tensor([0.0, 2.0]).double())
+    >>> parts.changes(QuadraticFreeEnergy(one[0], one[0, 0], one[0, 0], 1.0)).nu  # without the first nu is 2
+    tensor([ 1., -1.], dtype=torch.float64)
+    """
+
+    mass: Float[Tensor, " prompt"]
+    stiffness: Float[Tensor, "prompt d d"]
+    slope: Float[Tensor, "prompt d"]
+    at: Float[Tensor, "prompt d"]
+    nu: Float[Tensor, " prompt"]
+
+    def changes(self, energy: QuadraticFreeEnergy) -> EnergyChanges:
+        """The changes of their mean without each prompt in turn."""
+        share = self.mass / (self.mass.sum() - self.mass)
+        known = torch.isfinite(self.nu)
+        noise = torch.where(known, (energy.nu - self.nu) / max(int(known.sum()) - 1, 1), 0.0)
+        stiffness = share.to(self.stiffness)[:, None, None] * (energy.stiffness.to(self.stiffness) - self.stiffness)
+        return EnergyChanges(
+            stiffness, share[:, None] * (energy.slope - self.slope), share[:, None] * (energy.at - self.at), noise
+        )
+
 
 class QuadraticFreeEnergies(Instrument):
     """Instrument: the ``energies`` of every layer, averaged over the tokens of the replicates ``selected``, without
@@ -99,7 +172,7 @@ class QuadraticFreeEnergies(Instrument):
 
     def __init__(self, selected: list[int] | np.ndarray) -> None:
         self.selected = {int(k) for k in selected}
-        self._sums: dict[int, dict[str, Tensor]] = {}
+        self._sums: dict[int, _Sums] = {}
         self._nu: dict[int, list[float]] = {}
 
     def unsupported_reason(self, system: System) -> str | None:
@@ -131,11 +204,11 @@ class QuadraticFreeEnergies(Instrument):
         weights = self._weights(context, tensors.state)
         points = unit_points(self, context, tensors.point, token_weights(tensors.state, context.weights))
         radius = (tensors.state * tensors.direction).sum(-1)
-        counts = weights[rows] > 0
-        x, m, length = (each[rows][counts].double() for each in (points, weights, radius))
-        sums = self._sums.setdefault(context.layer, {})
-        for name, value in force_sums(tensors.force, x, m, length, centered=context.centered).items():
-            sums[name] = sums[name] + value if name in sums else value
+        m = weights[rows].double()
+        x = torch.where(m.unsqueeze(-1) > 0, points[rows].double(), 0.0)
+        length = torch.where(m > 0, radius[rows].double(), 1.0)
+        kept = self._sums.setdefault(context.layer, _Sums())
+        kept.add(force_sums(tensors.force, x, m, length, centered=context.centered))
 
     def _rows(self, context: ReplayContext) -> list[int]:
         start = context.rows.start
@@ -150,31 +223,54 @@ class QuadraticFreeEnergies(Instrument):
 
     @property
     def energies(self) -> Mapping[int, QuadraticFreeEnergy]:
-        """The energy of every layer."""
-        found = {}
-        for layer, sums in self._sums.items():
-            mass = sums["mass"]
-            jacobian = sums["jacobian"] / mass
-            found[layer] = QuadraticFreeEnergy(
-                -((jacobian + jacobian.mT) / 2).cpu(),
-                -(sums["force"] / mass).cpu(),
-                (sums["point"] / mass).cpu(),
-                float(np.nanmean(self._nu[layer])),
-            )
-        return found
+        """The energy of every layer, with what each of the selected prompts contributed to it."""
+        return {layer: sums.energy(self._nu[layer]) for layer, sums in self._sums.items()}
+
+
+class _Sums:
+    """Sums over the tokens of each prompt of a layer, and the Jacobian summed over all of them in full precision."""
+
+    def __init__(self) -> None:
+        self.jacobian: Tensor | None = None
+        self.each: dict[str, list[Tensor]] = {"mass": [], "point": [], "force": [], "stiffness": []}
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Add the sums of a chunk of prompts, (prompt, ...) each."""
+        jacobian = sums["jacobian"]
+        total = jacobian.sum(0).cpu()
+        self.jacobian = total if self.jacobian is None else self.jacobian + total
+        # in single precision, since these are only for intervals and take d^2 numbers for each prompt and layer
+        sums = sums | {"stiffness": (-(jacobian + jacobian.mT) / 2).float()}
+        for name, kept in self.each.items():
+            kept.append(sums[name].cpu())
+
+    def energy(self, nus: list[float]) -> QuadraticFreeEnergy:
+        """The energy of all prompts, given the nu of each."""
+        each = {name: torch.cat(parts) for name, parts in self.each.items()}
+        mass, point, force, stiffness = (each[name] for name in ("mass", "point", "force", "stiffness"))
+        assert self.jacobian is not None
+        total, share = mass.sum(), mass.unsqueeze(-1)
+        nu = torch.tensor(nus, dtype=torch.float64, device="cpu")
+        return QuadraticFreeEnergy(
+            -((self.jacobian + self.jacobian.mT) / 2) / total,
+            -force.sum(0) / total,
+            point.sum(0) / total,
+            float(np.nanmean(nus)),
+            EnergyParts(mass, stiffness / share.unsqueeze(-1).to(stiffness), -force / share, point / share, nu),
+        )
 
 
 @full_precision
 def force_sums(
     force: MLP | GatedMLP,
-    x: Float[Tensor, "k d"],
-    m: Float[Tensor, " k"],
-    radius: Float[Tensor, " k"],
+    x: Float[Tensor, "*batch k d"],
+    m: Float[Tensor, "*batch k"],
+    radius: Float[Tensor, "*batch k"],
     *,
     centered: bool,
 ) -> dict[str, Tensor]:
-    """Sums over tokens x of mass m: of the mass, of m x, of m T f / |y| and of m (T Df T - <x, f> T) / |y|, without a
-    d x d matrix for each token.
+    """Sums over the k tokens x of mass m: of the mass, of m x, of m T f / |y| and of m (T Df T - <x, f> T) / |y|,
+    without a d x d matrix for each token.
 
     >>> from helmscope.fields.activations import Identity
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
@@ -190,14 +286,15 @@ def force_sums(
     backward = linear(slopes * written, algebra.rows)  # J^T x
     radial = (slopes * read * written).sum(-1)
     weighted = scale.unsqueeze(-1) * x
-    jacobian = algebra.matrices((scale.unsqueeze(-1) * slopes).sum(0))
+    jacobian = algebra.matrices((scale.unsqueeze(-1) * slopes).sum(-2))
     jacobian = (
         jacobian - weighted.mT @ backward - forward.mT @ weighted + ((radial + along).unsqueeze(-1) * weighted).mT @ x
     )
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    jacobian = jacobian - (scale * along).sum() * eye
-    tangential = (scale.unsqueeze(-1) * (value - along.unsqueeze(-1) * x)).sum(0)
+    jacobian = jacobian - (scale * along).sum(-1)[..., None, None] * eye
+    tangential = (scale.unsqueeze(-1) * (value - along.unsqueeze(-1) * x)).sum(-2)
     if centered:
-        without = eye - 1 / x.shape[-1]
-        jacobian, tangential = without @ jacobian @ without, without @ tangential
-    return {"mass": m.sum(), "point": (m.unsqueeze(-1) * x).sum(0), "force": tangential, "jacobian": jacobian}
+        jacobian = jacobian - jacobian.mean(-1, keepdim=True)
+        jacobian = jacobian - jacobian.mean(-2, keepdim=True)
+        tangential = tangential - tangential.mean(-1, keepdim=True)
+    return {"mass": m.sum(-1), "point": (m.unsqueeze(-1) * x).sum(-2), "force": tangential, "jacobian": jacobian}

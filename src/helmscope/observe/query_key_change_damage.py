@@ -2,9 +2,9 @@
 
 [Additive transport], section 4, holds that normalizing or blurring keys is dangerous, and doing so to queries is not.
 As printed, one side is changed in full: every vector gets the root mean square length of its head, about 0, or is
-averaged with earlier ones (``Normalize``, ``Blur``). The two sides then move the logits by different amounts. In the
-matched form keys are normalized about their mean, which attention does not see, and ``match_strengths`` weakens the
-side that moves the logits more until their variance under the attention weights is the same:
+averaged with earlier ones (``Normalize``, ``Blur``). The two sides then move the logits by different amounts. With
+matched strengths keys are normalized about their mean, which attention does not see, and ``match_strengths`` weakens
+the side that moves the logits more until their variance under the attention weights is the same:
 
     ratio  =  KL with all keys changed / KL with all queries changed.
 
@@ -71,11 +71,12 @@ def query_key_change_damage(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage (``damage_under_edits``) of changing all queries, or all keys, in all layers: ``kl``,
-    ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` along (change, form, site, prompt), and ``ratio``,
-    KL of the keys over that of the queries, along (change, form, prompt), NaN where changed queries do no damage.
+    ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` along (change, strength, site, prompt), and
+    ``ratio``, KL of the keys over that of the queries, along (change, strength, prompt), NaN where changed queries do
+    no damage.
 
     ``window`` holds the weights of a blur, those of the vector itself and of the ones before it. Null values are those
-    of an unchanged model, and a ratio of 1. Takes one forward pass for each change, form and site, and at most five
+    of an unchanged model, and a ratio of 1. Takes one forward pass for each change, strength and site, and at most five
     that measure lengths and strengths. Raises HelmscopeError where ``next_token_loss`` does, for a window that ``Blur``
     refuses, and for a model whose attention cannot be edited or whose weights do not sum to 1.
 

@@ -27,10 +27,10 @@ from helmscope.intervene.batched_edits import BatchedEdits
 from helmscope.intervene.change import with_parameters
 from helmscope.intervene.query_key import CenteredKeyNoise, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.observe.damage import token_damage
-from helmscope.observe.loss import layer_numbers
 from helmscope.observe.scoring import LOGITS_PER_FORWARD, Scoring
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from helmscope.models.tap import Attended, Call
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
-
-    Layers = int | Sequence[int] | None
 
 SIGMAS = (0.01, 0.05, 0.1)  # of table 1
 SITES = (Site.QUERY, Site.KEY)
@@ -126,7 +124,7 @@ def query_key_noise(
     sigmas: Sequence[float] = SIGMAS,
     draws: int = 20,
     sites: Sequence[Site] = SITES,
-    layers: int | Sequence[int] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -152,8 +150,9 @@ def query_key_noise(
     True
     """
     seeds, sizes = _checked_seeds(seed, draws), _checked_sizes(sigmas)
+    chosen = None if layers is None else chosen_layers(check_recording(recording), layers)
     trial = _NoiseTrial(recording, _checked_kinds(kinds, sites))
-    found = trial.run([layers], sites, sizes, seeds, check_progress(progress))[:, 0]
+    found = trial.run([chosen], sites, sizes, seeds, check_progress(progress))[:, 0]
     return _measurement(found, trial, {"kind": trial.kinds, "site": sites, "sigma": sizes, "draw": seeds})
 
 
@@ -165,7 +164,7 @@ def query_key_noise_by_layer(
     sigma: float = 0.05,
     draws: int = 4,
     sites: Sequence[Site] = SITES,
-    layers: Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -178,7 +177,7 @@ def query_key_noise_by_layer(
     (('layer', 'site', 'draw', 'prompt'), 12)
     """
     seeds, (size,) = _checked_seeds(seed, draws), _checked_sizes([sigma])
-    numbers = list(layer_numbers(check_recording(recording), layers))
+    numbers = chosen_layers(check_recording(recording), layers)
     trial = _NoiseTrial(recording, _checked_kinds([kind], sites))
     found = trial.run([[layer] for layer in numbers], sites, [size], seeds, check_progress(progress))
     measured = _measurement(found[:, :, 0, :, 0], trial, {"layer": numbers, "site": sites, "draw": seeds})
@@ -220,7 +219,7 @@ class _NoiseTrial:
 
     def run(
         self,
-        layer_sets: Sequence[Layers],
+        layer_sets: Sequence[list[int] | None],
         sites: Sequence[Site],
         sizes: Sequence[float],
         seeds: Sequence[int],
@@ -257,7 +256,7 @@ class _NoiseTrial:
         self,
         plain: tuple[Tensor, Tensor],
         rows: slice,
-        layers: Layers,
+        layers: list[int] | None,
         kind: NoiseKind,
         site: Site,
         sigma: float,
@@ -288,7 +287,7 @@ class _NoiseTrial:
         return self.scoring.means(effects, rows)
 
     def _changed_weights(
-        self, layers: Layers, kind: NoiseKind, site: Site, sigma: float, seed: int
+        self, layers: list[int] | None, kind: NoiseKind, site: Site, sigma: float, seed: int
     ) -> AbstractContextManager[Any]:
         if kind not in OF_WEIGHTS:
             return nullcontext()
@@ -297,7 +296,9 @@ class _NoiseTrial:
         values = self.weights.values(site, layers=layers, seed=seed, **size)
         return with_parameters(self.weights.model, values)
 
-    def _edits(self, layers: Layers, kind: NoiseKind, site: Site, sigma: float, seed: int) -> list[AbstractEdit]:
+    def _edits(
+        self, layers: list[int] | None, kind: NoiseKind, site: Site, sigma: float, seed: int
+    ) -> list[AbstractEdit]:
         if kind in OF_WEIGHTS:
             return []
         if kind is NoiseKind.ACTIVATIONS:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import token_weights
+from helmscope.observe.observable import observable
+from helmscope.observe.track import counted_tokens, token_weights
 from helmscope.types import check_real
 from helmscope.types.lazy import listed_exports
 
@@ -33,6 +33,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
+@observable
 def effective_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -44,6 +45,7 @@ def effective_rank(
     return spectral_ranks(_singular_values(x, weights))["effective_rank"]
 
 
+@observable
 def participation_ratio(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -55,6 +57,7 @@ def participation_ratio(
     return spectral_ranks(_singular_values(x, weights))["participation_ratio"]
 
 
+@observable
 def stable_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -66,6 +69,7 @@ def stable_rank(
     return spectral_ranks(_singular_values(x, weights))["stable_rank"]
 
 
+@observable
 def nuclear_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -97,6 +101,7 @@ def spectral_ranks(s: Float[Tensor, "*batch k"]) -> dict[str, Float[Tensor, "*ba
     }
 
 
+@observable
 def numerical_rank(
     x: Float[Tensor, "*batch n d"], *, tol: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
@@ -110,6 +115,7 @@ def numerical_rank(
     return (s > tol * s.amax(-1, keepdim=True)).sum(-1)
 
 
+@observable
 def collapse_residual_frobenius(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -118,11 +124,13 @@ def collapse_residual_frobenius(
     >>> collapse_residual_frobenius(torch.eye(2))
     tensor(1.)
     """
+    x = counted_tokens(x, weights)
     m, residual = _residual(x, weights)
     size: Tensor = torch.linalg.vector_norm(m.sqrt() * residual, dim=(-1, -2))
     return size / torch.linalg.vector_norm(m.sqrt() * x, dim=(-1, -2)) if relative else size
 
 
+@observable
 def collapse_residual_composite(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
@@ -135,6 +143,7 @@ def collapse_residual_composite(
     >>> collapse_residual_composite(torch.eye(2))
     tensor(1.)
     """
+    x = counted_tokens(x, weights)
     m, residual = _residual(x, weights)
     size = _composite_norm(residual, m)
     return size / _composite_norm(x, m) if relative else size
@@ -150,11 +159,12 @@ def _composite_norm(matrix: Tensor, m: Tensor) -> Tensor:
 
 def _residual(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The weights as a column, and X - 1 xbar^T."""
-    m = token_weights(check_tokens(x), weights).unsqueeze(-1)
+    m = token_weights(x, weights).unsqueeze(-1)
     return m, x - (m * x).sum(-2, keepdim=True) / m.sum(-2, keepdim=True)
 
 
 def _singular_values(x: Tensor, weights: Tensor | None) -> Tensor:
-    m = token_weights(check_tokens(x), weights).unsqueeze(-1)
+    x = counted_tokens(x, weights)
+    m = token_weights(x, weights).unsqueeze(-1)
     values: Tensor = torch.linalg.svdvals(m.sqrt() * x)
     return values

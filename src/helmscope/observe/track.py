@@ -14,6 +14,9 @@ import torch
 import xarray as xr
 
 from helmscope.fields.weights import check_weights
+from helmscope.geometry.arithmetic import is_vmapped
+from helmscope.geometry.linkage import collapse_padding
+from helmscope.geometry.sphere import check_tokens
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -205,6 +208,23 @@ def token_weights(
     """
     checked = check_weights(x, weights)
     return torch.ones_like(x[..., 0]) if checked is None else checked
+
+
+def counted_tokens(
+    x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None
+) -> Float[Tensor, "*batch n d"]:
+    """The tokens x, checked to be unit vectors; those of weight 0 may be anything, such as the zero vectors at the
+    padding of a recording, and are replaced by the first token that counts.
+
+    >>> counted_tokens(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.tensor([0.0, 2.0]))
+    tensor([[0., 1.],
+            [0., 1.]])
+    """
+    if weights is None or not isinstance(x, torch.Tensor) or x.ndim < 2:
+        return check_tokens(x)
+    counts = token_weights(x, weights) > 0
+    all_count = not is_vmapped(counts) and bool(counts.all())
+    return check_tokens(x if all_count else collapse_padding(x, counts))
 
 
 def token_mean(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

@@ -176,13 +176,17 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
 
 def _shares(steps: LayerSteps, energies: Mapping[int, QuadraticFreeEnergy]) -> list[np.ndarray]:
     """The pseudo-values of the share of every layer, for given energies."""
-    return [steps.shares(layer, steps.fitted(layer, energy=energies[layer])) for layer in steps.layers]
+    found = []
+    for layer in steps.layers:
+        step = steps.fitted(layer, energy=energies[layer])
+        found.append(steps.shares(layer, step, energies[layer]))
+    return found
 
 
 def _exchanged(energies: Mapping[int, QuadraticFreeEnergy], layers: list[int]) -> dict[int, QuadraticFreeEnergy]:
     """The energy of each layer with the potential of the next one; the last has that of the first."""
     following = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
-    return {layer: replace(energies[following[layer]], nu=energies[layer].nu) for layer in layers}
+    return {layer: energies[following[layer]].with_noise_of(energies[layer]) for layer in layers}
 
 
 def _fallen(found: xr.Dataset) -> str:
