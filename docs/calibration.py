@@ -2,7 +2,7 @@
 folder.
 
     python docs/calibration.py --workers 2
-    python docs/calibration.py --only drift_and_swirl mlp_projection    # the other tables stay as they are
+    python docs/calibration.py --only mlp_force mlp_swirl_bound    # the other tables stay as they are
 
 Every estimator is drawn many times at a few sample sizes. Its bias is its mean minus the true value; its intervals,
 over 32 prompts by ``reduce_replicates``, are judged by whether they cover its own expectation at that sample size.
