@@ -74,9 +74,11 @@ CASES = (
     PlantedCase("early-fragile", "amplifying", S, partial(updates.layers_that_scale, 0.4), {"tokens": 8}),
     PlantedCase("early-fragile", "damping", R, partial(updates.layers_that_scale, -0.4), {"tokens": 8}),
     PlantedCase(
-        "heads-compete", "together", S, partial(updates.heads_that_write, "together"), {"tokens": 8, "tol": 1.0}
+        "heads-compete", "together", S, partial(updates.heads_that_write, "together"), {"tokens": 8, "tolerance": 1.0}
     ),
-    PlantedCase("heads-compete", "alone", R, partial(updates.heads_that_write, "alone"), {"tokens": 8, "tol": 1.0}),
+    PlantedCase(
+        "heads-compete", "alone", R, partial(updates.heads_that_write, "alone"), {"tokens": 8, "tolerance": 1.0}
+    ),
     PlantedCase("gradient-shaped", "down", S, partial(updates.writes_of, "down"), SHORT),
     PlantedCase("gradient-shaped", "up", R, partial(updates.writes_of, "up"), SHORT),
     PlantedCase("gradient-shaped", "the same everywhere", R, partial(updates.writes_of, "the same everywhere"), SHORT),
