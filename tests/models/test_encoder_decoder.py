@@ -124,9 +124,13 @@ def test_kernels_and_logits_are_the_models_own(recorded):
     for layer in range(3):
         cross = recording.cross_kernel(layer=layer)
         assert cross.shape == (3, 4, 7, 11)
-        assert (cross - wanted.cross_attentions[layer]).abs().max() <= 1e-14
-        assert (recording.kernel(layer=layer) - wanted.decoder_attentions[layer]).abs().max() <= 1e-14
-        assert (recording.encoder.kernel(layer=layer) - wanted.encoder_attentions[layer]).abs().max() <= 1e-14
+        for found, own, each in (
+            (cross, wanted.cross_attentions, recording),
+            (recording.kernel(layer=layer), wanted.decoder_attentions, recording),
+            (recording.encoder.kernel(layer=layer), wanted.encoder_attentions, recording.encoder),
+        ):
+            queries = each.visible[:, None, :, None]  # rows of padding are 0
+            assert (found - own[layer] * queries).abs().max() <= 1e-14
 
 
 def test_a_text_alone_is_the_text_in_its_batch(recorded):
@@ -177,7 +181,8 @@ def test_forces_of_both_stacks_give_what_the_mlps_write(recorded):
         if each.anatomy.post_norm:  # directions before gain and bias are those that the force is evaluated at
             depth = each.anatomy.depths.at(1, Site.CROSS_MIDDLE if each is recording else Site.MIDDLE)
             towards = torch.nn.functional.normalize(each.points(layer=1), dim=-1)
-            assert (each.on_sphere.states[depth] - towards).abs().max() <= 1e-12
+            shown = each.on_sphere.states[depth]
+            assert (shown - towards * each.visible.unsqueeze(-1)).abs().max() <= 1e-12  # zero vectors at padding
 
 
 class Everything(Observer):
@@ -230,7 +235,8 @@ def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
 def test_edits_inside_cross_attention(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
     recording = record(model, inputs, keep=KeptTensors.KERNELS | KeptTensors.VALUES)
-    assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross kernel"][1])
+    queries = recording.visible[:, None, :, None]  # rows of padding are 0
+    assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross kernel"][1] * queries)
 
     def first_alone(mask):
         hidden = torch.ones(7, 11, dtype=torch.bool)
@@ -238,7 +244,7 @@ def test_edits_inside_cross_attention(family):
         return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
     alone = recording.under(Edit(Site.CROSS_MASK, [2], first_alone))
-    assert (alone.cross_kernel(layer=2)[..., 0] - 1).abs().max() <= 1e-14
+    assert (alone.cross_kernel(layer=2)[..., 0] - queries[..., 0].double()).abs().max() <= 1e-14
     assert torch.equal(alone.kernel(layer=2), recording.kernel(layer=2))  # attention itself reads what it read
     # the same by hand: every token reads the value of the first one
     value = recording.kept["cross value"][2][:, :, :1].expand(-1, -1, 7, -1)
@@ -253,7 +259,7 @@ def test_edits_inside_cross_attention(family):
     even = recording.under(
         ReplaceKernel([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_KERNEL)
     )
-    assert (even.cross_kernel(layer=0) - 1 / 11).abs().max() <= 1e-15
+    assert (even.cross_kernel(layer=0) - queries.double() / 11).abs().max() <= 1e-15
     noisy = recording.under(Perturb([0], site=Site.CROSS_QUERY, sigma=1.0))
     assert (noisy.cross_kernel(layer=0) - recording.cross_kernel(layer=0)).abs().max() > 1e-3
     with pytest.raises(HelmscopeError, match="heads holds 4, but layer 0 has heads 0 to 3"):
@@ -296,7 +302,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
 def test_the_decoder_reads_a_resumed_encoder(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
     recording = record(model, inputs)
-    states = recording.encoder.trajectory.states[3].roll(1, 0)
+    states = directions_of(recording.encoder, 3).roll(1, 0)
     resumed = recording.encoder.resume(depth=3, states=states)
     edited = recording.under(encoder=resumed)
     assert edited.encoder is resumed
@@ -338,11 +344,16 @@ def test_gradients_flow_through_both_stacks(family):
     assert not recording.logits().requires_grad
 
 
+def directions_of(recording, depth):
+    """The directions of all tokens, padding included."""
+    return recording.residual.with_hidden(depth, recording.trajectory.states[depth])
+
+
 def test_frozen_tokens_stay_through_cross_attention():
     recording = record(tiny_model("bart", dtype=F64), pair_inputs())
     frozen = torch.zeros(3, 7, dtype=torch.bool)
     frozen[:, 0] = True
-    again = recording.resume(depth=2, states=recording.trajectory.states[2].roll(1, 1), frozen=frozen)
+    again = recording.resume(depth=2, states=directions_of(recording, 2).roll(1, 1), frozen=frozen)
     assert (again.trajectory.states[1:, :, 0] - recording.trajectory.states[3:, :, 0]).abs().max() <= 1e-12
     assert (again.trajectory.states[1:, :, 1] - recording.trajectory.states[3:, :, 1]).abs().max() > 1e-3
 

@@ -486,9 +486,9 @@ def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     with pytest.raises(HelmscopeError, match=r"not finite .* first that of prompt 0 at depth 1, token 0$"):
         _ = lost.trajectory
     for states, said in [
-        (recording.trajectory.states[2] * 3, "lengths up to 3"),
+        (recording.trajectory.states[2] * 3, "vector of length 3 "),
         (recording.trajectory.states[2, :1], "must be a tensor of shape"),
-        (torch.nan * recording.trajectory.states[2], "lengths up to nan"),
+        (torch.nan * recording.trajectory.states[2], "vector of length nan "),
     ]:
         with pytest.raises(HelmscopeError, match=said):
             recording.resume(depth=2, states=states)
@@ -678,3 +678,53 @@ def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
     assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
     assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
     assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))
+
+
+UNEVEN = ["Once upon a time there was a little girl", "The dog ran", "A big red ball was on the grass"]
+
+
+@pytest.mark.parametrize("model", ["A", "tied"])  # the second is post-norm
+def test_the_states_of_padding_are_zero_vectors(model):
+    recording = record(model, UNEVEN)
+    padding = ~recording.visible
+    assert padding.any()
+    for path in (recording.trajectory, recording.on_sphere):
+        lengths = path.states.norm(dim=-1)
+        assert (lengths[:, padding] == 0).all()
+        assert (lengths[:, ~padding] - 1).abs().max() < 1e-5
+    # what runs the model again has them
+    kept = record(model, UNEVEN)
+    depth = 4
+    again = recording.resume(depth=depth, states=recording.trajectory.states[depth])
+    torch.testing.assert_close(again.stream(depth=depth), recording.stream(depth=depth), rtol=1e-5, atol=1e-5)
+    assert recording.stream(depth=depth)[padding].norm(dim=-1).min() > 0
+    assert (again.logits() - recording.logits()).abs().max() <= 1e-4 * recording.logits().abs().max()
+    twice = again.resume(depth=6, states=again.trajectory.states[2])
+    torch.testing.assert_close(twice.stream(depth=6), again.stream(depth=6), rtol=1e-5, atol=1e-5)
+    assert torch.equal(kept.points(layer=2), recording.points(layer=2))
+    assert recording.points(layer=2)[padding].norm(dim=-1).min() > 0
+    moved = recording.trajectory.states[depth].roll(1, 0)
+    with pytest.raises(HelmscopeError, match=r"states has a vector of length 0 \(token 8 of text 0\), .* only padding"):
+        recording.resume(depth=depth, states=moved)
+
+
+def test_padding_counts_nowhere_by_accident():
+    """A function of tokens that is not passed the weights refuses the zero vectors of padding."""
+    recording = record("A", UNEVEN)
+    states, weights = recording.trajectory.states, recording.trajectory.weights
+    for wrong in (
+        lambda: hs.order_parameter(states),
+        lambda: hs.rank.effective_rank(states),
+        lambda: hs.interaction_energy(states, beta=1.0),
+        lambda: hs.w2(states[0], states[1]),
+        lambda: hs.SA(beta=1.0)(states),
+        lambda: hs.integrate(hs.SA(beta=1.0), states[0], times=[1.0]),
+    ):
+        with pytest.raises(HelmscopeError, match="holds a zero vector .*pass the weights of its trajectory too"):
+            wrong()
+    velocity = hs.SA(beta=1.0)(states, weights=weights.expand(states.shape[:-1]))
+    alone = hs.SA(beta=1.0)(states[:, 1, :3])
+    torch.testing.assert_close(velocity[:, 1, :3], alone, rtol=1e-5, atol=1e-6)
+    run = hs.integrate(hs.SA(beta=1.0), states[0], times=[1.0], weights=weights[0])
+    whole = hs.integrate(hs.SA(beta=1.0), states[0, 1, :3], times=[1.0])
+    torch.testing.assert_close(run.states[-1, 1, :3], whole.states[-1], rtol=1e-5, atol=1e-6)

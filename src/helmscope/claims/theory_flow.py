@@ -8,10 +8,10 @@ import numpy as np
 
 from helmscope.claims.arm_statistics import token_ids
 from helmscope.fields.attention import SA
-from helmscope.geometry.sphere import retract
 from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length, matched_flow_times
+from helmscope.observe.depth_steps import unit_states
 from helmscope.observe.effective_beta import effective_beta
 from helmscope.observe.pairs import PairSet, cloud_statistics
 from helmscope.solve.dormand_prince import DormandPrince
@@ -58,7 +58,7 @@ class TheoryFlow:
         beta = float(effective_beta(recording).beta_without_self.median())
         causal = attention_of(recording.certificate) == CAUSAL
         path, ids = _first_prompts(recording.on_sphere, prompts), token_ids(recording)
-        start = retract(path.states[0].double())
+        start = unit_states(path, 0)
         weights = None if path.weights is None else path.weights[0].double()
         times = np.concatenate([[0.0], np.geomspace(FIRST, HORIZON, TIMES)]).tolist()
         field = SA(beta=max(beta, 0.0), causal=causal)

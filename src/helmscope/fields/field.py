@@ -17,7 +17,7 @@ import torch
 
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
-from helmscope.fields.weights import check_weights
+from helmscope.fields.weights import check_weights, fill_padding
 from helmscope.geometry.arithmetic import broadcast_shapes, check_points, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import ConciseRepr, HelmscopeError
@@ -133,7 +133,8 @@ class Field(ConciseRepr, ABC):
         """
         if self.discrete_only:
             raise HelmscopeError(f"field is {self.name}, a discrete map that has no velocity: call layer")
-        self.check_size(check_states(self, x, "x"))
+        x = check_states(self, fill_padding(x, weights, mask), "x")
+        self.check_size(x)
         combined = check_weights(x, weights, mask)
         if combined is not None and not self.takes_weights:
             raise HelmscopeError(f"weights or mask is given, but the field {self.name} does not take weights")

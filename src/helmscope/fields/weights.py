@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.parameters import shape_or_type
-from helmscope.geometry.arithmetic import check_dense_values, every
+from helmscope.geometry.arithmetic import check_dense_values, every, is_vmapped
+from helmscope.geometry.linkage import collapse_padding
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -52,6 +53,25 @@ def check_weights(
     if not every(combined.sum(-1) > 0):
         raise HelmscopeError("weights and mask leave a system without any token of positive weight")
     return combined.expand(x.shape[:-1])
+
+
+def fill_padding(
+    x: object, weights: Float[Tensor, "*batch n"] | None, mask: Bool[Tensor, "*batch n"] | None = None
+) -> object:
+    """``x``, with zero vectors of weight 0, such as the padding of a recording, replaced by the first other token of
+    their system; anything else is returned unchanged, to be checked.
+
+    >>> fill_padding(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0]))
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+    if (weights is None and mask is None) or not isinstance(x, torch.Tensor) or x.ndim < 2:
+        return x
+    zero = ~x.any(-1)
+    if is_vmapped(zero) or not bool(zero.any()):
+        return x
+    m = check_weights(x, weights, mask)
+    return x if m is None else collapse_padding(x, ~(zero & (m == 0)))
 
 
 def _broadcasts_to(shape: torch.Size, tokens: torch.Size) -> bool:

@@ -70,7 +70,10 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
         )
     nonzero = x.any(-1)  # not norm > 0: the square of 1e-200 is 0
     if not every(nonzero):
-        raise HelmscopeError(f"{name} holds a zero vector ({_first_index(~nonzero)}), but every token must be nonzero")
+        raise HelmscopeError(
+            f"{name} holds a zero vector ({_first_index(~nonzero)}), but every token must be nonzero: if it is the "
+            "padding of a recording, pass the weights of its trajectory too"
+        )
     if normalize:
         return retract(x)
     unit = _is_unit(x)

@@ -82,6 +82,7 @@ def stream_bytes(recording: Recording) -> int:
     recording also holds the states without gain and bias.
     """
     stream, copies = recording.residual, 2 if recording.anatomy.post_norm else 1
-    tensors = [tensor for tensor in (stream.direction, stream.radius, stream.mean) if tensor is not None]
+    stored = (stream.direction, stream.radius, stream.mean, stream.hidden_direction)
+    tensors = [tensor for tensor in stored if tensor is not None]
     total = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return total if recording.encoder is None else total + stream_bytes(recording.encoder)

@@ -118,16 +118,23 @@ class PutInput(AbstractEdit):
         return self.state[begin : begin + len(value)]
 
 
-def check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
-    """Raise HelmscopeError unless ``states`` are unit vectors of the shape of ``like``, and ``frozen`` is None or
-    a mask of its tokens.
+def check_states(states: Tensor, like: Tensor, frozen: Tensor | None, hidden: Tensor | None) -> None:
+    """Raise HelmscopeError unless ``states`` are unit vectors of the shape of ``like``, or zero vectors at ``hidden``
+    tokens, and ``frozen`` is None or a mask of its tokens.
     """
     if not isinstance(states, torch.Tensor) or states.shape != like.shape:
         shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type_with_article(states)
         raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
     length = torch.linalg.vector_norm(states.double(), dim=-1)
-    if not bool(((length - 1).abs() <= 1e-3).all()):
-        raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
+    good = (length - 1).abs() <= 1e-3
+    if hidden is not None:
+        good = good | ((length == 0) & hidden.to(length.device))
+    if not bool(good.all()):
+        text, token = (int(index) for index in (~good).nonzero()[0])
+        raise HelmscopeError(
+            f"states has a vector of length {float(length[text, token]):g} (token {token} of text {text}), but "
+            "directions are unit vectors, and only padding may be 0"
+        )
     if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
         shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type_with_article(frozen)
         raise HelmscopeError(f"frozen is {shown}, but it must be a bool tensor of shape {tuple(like.shape[:2])}")

@@ -135,6 +135,7 @@ def _record_and_certify(
     if loaded.origin.note is not None:
         lines.append(Line("files", None, loaded.origin.note))
     certificate = Certificate(tuple(lines))
+    stream.hide(batch.visible)
     return Recording(
         runner,
         stream,

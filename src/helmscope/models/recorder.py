@@ -15,7 +15,7 @@ from helmscope.models.topology import Kind
 from helmscope.types import pluralized
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
@@ -26,12 +26,14 @@ class ResidualStream:
     """A residual stream over depth, stored as y = radius direction + mean 1; ``mean`` is None unless norms remove it.
 
     Depth counts half-layers (``Depths``): 0 is the first block's input, and each half of a layer leads to the next
-    depth.
+    depth. Once ``hide`` was called, the directions of padding are zero vectors, and kept apart.
     """
 
     direction: Float[Tensor, "depth batch n d"]
     radius: Float[Tensor, "depth batch n"]
     mean: Float[Tensor, "depth batch n"] | None
+    hidden: Bool[Tensor, "batch n"] | None = None
+    hidden_direction: Float[Tensor, "depth hidden d"] | None = None
 
     def __repr__(self) -> str:
         depth, batch, n, d = self.direction.shape
@@ -64,15 +66,33 @@ class ResidualStream:
             placeholder[0], placeholder[1] = math.sqrt(0.5), -math.sqrt(0.5)
             direction[radius == 0] = placeholder
 
+    def hide(self, visible: Bool[Tensor, "batch n"] | None) -> None:
+        """Replace the directions of the tokens that are not ``visible`` by zero vectors, which no statistic of unit
+        vectors accepts, so that padding is never counted by accident. ``at`` returns their states as before.
+        """
+        if visible is None or bool(visible.all()) or self.hidden is not None:
+            return
+        self.hidden = ~visible.to(self.direction.device)
+        self.hidden_direction = self.direction[:, self.hidden]
+        self.direction[:, self.hidden] = 0.0
+
     def since(self, depth: int) -> ResidualStream:
         """The stream from a depth on."""
-        return ResidualStream(
-            self.direction[depth:], self.radius[depth:], None if self.mean is None else self.mean[depth:]
-        )
+        mean, hidden = (None if each is None else each[depth:] for each in (self.mean, self.hidden_direction))
+        return ResidualStream(self.direction[depth:], self.radius[depth:], mean, self.hidden, hidden)
+
+    def with_hidden(self, depth: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """``states``, with the directions at a depth in place of the zero vectors of padding."""
+        if self.hidden is None or self.hidden_direction is None:
+            return states
+        directions = torch.zeros_like(self.direction[depth])
+        directions[self.hidden] = self.hidden_direction[depth]
+        missing = self.hidden.to(states.device) & ~states.any(-1)
+        return torch.where(missing.unsqueeze(-1), directions.to(states), states)
 
     def at(self, depth: int) -> Float[Tensor, "batch n d"]:
         """The state at a depth, with its radius and mean."""
-        state = self.radius[depth].unsqueeze(-1) * self.direction[depth]
+        state = self.radius[depth].unsqueeze(-1) * self.with_hidden(depth, self.direction[depth])
         return state if self.mean is None else state + self.mean[depth].unsqueeze(-1)
 
 

@@ -102,7 +102,8 @@ class Recording(Plottable):
     @property
     def trajectory(self) -> Trajectory:
         """The states of the tokens over depth: unit vectors (depth, batch, n, d), the radii that were divided out, and
-        the weight of each token in statistics (0 for padding and special tokens).
+        the weight of each token in statistics (0 for padding and special tokens). The states of padding are zero
+        vectors, which functions of tokens refuse where they are called without weights.
         """
         self.certificate.require("trajectory")
         stream, counted = self.residual, self.batch.counted
@@ -137,9 +138,19 @@ class Recording(Plottable):
         path = self.trajectory
         if not self.anatomy.post_norm:
             return path
+        return replace(path, states=self.stream_on_sphere.direction, radius=self.stream_on_sphere.radius)
+
+    @cached_property
+    def stream_on_sphere(self) -> ResidualStream:
+        """The stored states of ``on_sphere``, those of padding included; in a model that is not post-norm, those of the
+        residual stream.
+        """
+        if not self.anatomy.post_norm:
+            return self.residual
         self.certificate.require("on_sphere")
         plain = on_sphere(self)
-        return replace(path, states=plain.direction, radius=plain.radius)
+        plain.hide(self.visible)
+        return plain
 
     @property
     def layers(self) -> range:
@@ -276,7 +287,8 @@ class Recording(Plottable):
     ) -> Recording:
         """Run the model again from a depth on, with other directions there; radii and means are unchanged.
 
-        ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
+        ``states`` are unit vectors; padding may also be zero vectors, as in ``trajectory``, and then keeps its recorded
+        directions. Tokens where ``frozen`` is True keep their recorded states at every later depth,
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
 
         >>> from helmscope import record
@@ -300,7 +312,8 @@ class Recording(Plottable):
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        check_states(states, self.residual.direction[step], frozen)
+        check_states(states, self.residual.direction[step], frozen, self.residual.hidden)
+        states = self.residual.with_hidden(step, states)
         radius, mean = self.residual.radius[step], self.residual.mean
         earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
         held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
@@ -368,6 +381,7 @@ class Recording(Plottable):
         stream, errors = recorder.recorded()
         stream = stream.since(first)
         certificate = certified_again(self.certificate, runner, stream, errors, first=first)
+        stream.hide(self.visible)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def unsupported_reason(self, instrument: Instrument) -> str | None:

@@ -157,6 +157,6 @@ def mlp_points(recording: Recording, layer: int) -> Float[Tensor, "batch n d"]:
         return recording.stream(depth=depth)
     if kind is not Kind.POST_NORM:
         return norm.without_affine()(recording.stream(depth=depth)) / math.sqrt(anatomy.dim)
-    plain, step = recording.on_sphere, depth - recording.first
-    assert plain.radius is not None
-    return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(anatomy.dim)
+    plain, step = recording.stream_on_sphere, depth - recording.first
+    directions = plain.with_hidden(step, plain.direction[step])
+    return plain.radius[step].unsqueeze(-1) * directions / math.sqrt(anatomy.dim)

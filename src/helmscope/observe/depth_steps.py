@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import angle, retract
 from helmscope.models.recording import Recording
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
@@ -153,6 +154,18 @@ def token_weights_at(path: Trajectory, k: int) -> Float[Tensor, "batch n"]:
     if path.weights is None:
         return torch.ones_like(path.states[0, ..., 0], dtype=torch.float64)
     return path.weights[k if len(path.weights) > 1 else 0].double()
+
+
+def unit_states(path: Trajectory, k: int) -> Float[Tensor, "batch n d"]:
+    """The states at the depth number k as unit vectors in float64; padding, which has none, is at the first token that
+    counts.
+
+    >>> padded = Trajectory(torch.zeros(1), torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]]), torch.tensor([[[1.0, 0.0]]]))
+    >>> unit_states(padded, 0).tolist()
+    [[[0.0, 1.0], [0.0, 1.0]]]
+    """
+    x = path.states[k].double()
+    return retract(collapse_padding(x, (token_weights_at(path, k) > 0) | x.any(-1)))
 
 
 def token_median(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

@@ -20,6 +20,7 @@ import torch
 import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import retract
 from helmscope.models.recording import Recording
 from helmscope.observe.rank import collapse_residual_composite, collapse_residual_frobenius, spectral_ranks
@@ -207,10 +208,11 @@ def _chunk_statistics(
     """The statistics of some prompts at all depths, (depth, rows, ...) each."""
     by_depth = []
     for depth, states in enumerate(path.states):
-        x = retract(states[rows].double())
+        x = states[rows].double()
         if depth == 0 or (path.weights is not None and len(path.weights) > 1):
             m = token_weights(x, None if path.weights is None else path.weights[depth, rows].double())
             pairs = _PairWeights.of(m, ids, gap)
+        x = retract(collapse_padding(x, m > 0))
         by_depth.append(_cloud_statistics(x, m, pairs, levels, ranks))
     return {name: torch.stack([one[name] for one in by_depth]) for name in by_depth[0]}
 

@@ -10,7 +10,7 @@ import torch
 from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened, selected
-from helmscope.fields.weights import check_weights
+from helmscope.fields.weights import check_weights, fill_padding
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import Event, check_options
@@ -145,7 +145,7 @@ def make_problem(
     if not isinstance(normalize, bool):
         raise HelmscopeError(f"normalize is {normalize!r}, but it must be True or False")
     field = as_field(field)
-    x = check_start(field, x0, normalize=normalize)
+    x = check_start(field, fill_padding(x0, weights, mask), normalize=normalize)
     clock = check_times(times)
     stepper = _check_stepper(stepper, field, noise)
     if not isinstance(stepper, AdaptiveStepper):

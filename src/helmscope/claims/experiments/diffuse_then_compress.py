@@ -15,6 +15,7 @@ from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import AT_REST, StepSizes, silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
+from helmscope.observe.depth_steps import unit_states
 from helmscope.observe.entropy import CommonRange
 from helmscope.observe.pairs import without_first_token
 from helmscope.stats.replicates import halves
@@ -146,7 +147,7 @@ def planted(path: Trajectory, factors: Sequence[float]) -> Trajectory:
     """The last cloud of a trajectory, whose differences from its mean token are multiplied by one of ``factors`` at
     each depth and which is brought back to the sphere: it shrinks where they fall, and grows where they rise.
     """
-    x = retract(path.states[-1].double())
+    x = unit_states(path, -1)
     weights = torch.ones_like(x[..., 0]) if path.weights is None else path.weights[-1].to(x)
     center = (weights.unsqueeze(-1) * x).sum((0, 1)) / weights.sum()
     north = retract(center)

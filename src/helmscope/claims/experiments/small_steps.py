@@ -15,6 +15,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import StepSizes, silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import exp, project, retract
+from helmscope.observe.depth_steps import unit_states
 from helmscope.types import Trajectory
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _twins(case: TrialCase, recording: Recording) -> list[Recording]:
 def _planted(case: TrialCase, recording: Recording, size: float) -> Trajectory:
     """Tokens that move from the model's first states by angles around ``size`` in random directions."""
     path = recording.on_sphere
-    x = retract(path.states[0].double().cpu())
+    x = unit_states(path, 0).cpu()
     states = [x]
     for k in range(1, len(path.times)):
         direction = retract(project(x, case.normal(*x.shape, stream=2 * k)))

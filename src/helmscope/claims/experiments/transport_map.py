@@ -14,6 +14,7 @@ from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
+from helmscope.observe.depth_steps import unit_states
 from helmscope.observe.pairs import without_first_token
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.stats.scales import BoundedScale
@@ -114,7 +115,7 @@ def _permuted(case: TrialCase, recording: Recording, attention: np.ndarray) -> n
 def _convex(case: TrialCase, recording: Recording) -> np.ndarray:
     """The ratios of a step in R^d by a positive definite matrix, from the first states with radius 1."""
     path = recording.on_sphere
-    x = retract(path.states[0].double().cpu())
+    x = unit_states(path, 0).cpu()
     dim = x.shape[-1]
     root = case.normal(dim, dim, stream=1) / dim**0.5
     y = x + STRETCH * (x @ (root @ root.T))
