@@ -720,7 +720,7 @@ def test_padding_counts_nowhere_by_accident():
         lambda: hs.SA(beta=1.0)(states),
         lambda: hs.integrate(hs.SA(beta=1.0), states[0], times=[1.0]),
     ):
-        with pytest.raises(HelmscopeError, match="holds a zero vector .*pass the weights of its trajectory too"):
+        with pytest.raises(HelmscopeError, match=r"holds a zero vector .*pass the weights of its trajectory too"):
             wrong()
     velocity = hs.SA(beta=1.0)(states, weights=weights.expand(states.shape[:-1]))
     alone = hs.SA(beta=1.0)(states[:, 1, :3])
