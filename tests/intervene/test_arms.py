@@ -207,7 +207,7 @@ def test_mlps_left_in_and_out():
     [
         (lambda: Arm("off"), "attention is 'off'"),
         (lambda: Arm(mlp="on"), "mlp is 'on'"),
-        (lambda: Arm(mlp=3), "mlp is 3"),
+        (lambda: Arm(mlp=3.5), "mlp is 3.5"),
         (lambda: Arm(mlp=[-1]), "mlp is"),
         (lambda: Arm(radius_of_whole_model=1), "radius_of_whole_model is 1"),
         (lambda: Arm(mlp=False).edits("A"), "recording is a str"),

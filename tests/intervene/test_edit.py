@@ -183,8 +183,11 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
         (lambda: Edit("cross head", None, mixed), "hs.Site such as hs.Site.CROSS_HEADS"),
         (lambda: hs.intervene.Perturb(site=3, sigma=1.0), "site is 3, but it must be a member of hs.Site such as"),
         (lambda: Edit(Site.MLP, [7], mixed), "layers holds 7, but the model has layers 0 to 2"),
-        (lambda: Edit(Site.MLP, "h.1", mixed), "layers is 'h.1', but it must be a whole number >= 0 or a list of them"),
-        (lambda: Edit(Site.MLP, True, mixed), "layers is True, but it must be a whole number"),
+        (
+            lambda: Edit(Site.MLP, "h.1", mixed),
+            r"layers is 'h.1', .* or a list of layers: the number of a block is",
+        ),
+        (lambda: Edit(Site.MLP, True, mixed), "layers is True, but it must be a layer such as 3"),
         (lambda: Edit(Site.MLP, None, 3), "function is 3, but it must be a function of a value"),
         (lambda: Edit(Site.MLP, None, lambda: 3), r"function is .*lambda.* with the arguments \(\), but"),
         (lambda: Edit(Site.MLP, None, lambda a, b, c: a), r"with the arguments \(a, b, c\), but it must take a value"),

@@ -180,7 +180,7 @@ def test_refusals():
         query_key_noise(recording, sigmas=[-0.1])
     with pytest.raises(HelmscopeError, match=r"sigmas is 0.1, but it must be a list of numbers"):
         query_key_noise(recording, sigmas=0.1)
-    with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to 2"):
+    with pytest.raises(HelmscopeError, match="layer is 7, but this recording has layers 0 to 2"):
         query_key_noise(recording, layers=[7])
     with pytest.raises(HelmscopeError, match=r"forms is .*, but it must be a list of members of NoiseForm"):
         query_key_noise(recording, forms=["matched"])

@@ -13,7 +13,7 @@ its norm still acts. Cross-attention of a decoder is not changed by any arm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -22,8 +22,8 @@ import torch
 
 from helmscope.intervene.arm_edits import FreezeRadius, NegateValues
 from helmscope.intervene.attention import ReplaceKernel
-from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
+from helmscope.models.names import Layers, layer_indices
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, pluralized
@@ -51,9 +51,9 @@ class AttentionMode(Enum):
 @dataclass(frozen=True)
 class Arm:
     """One arm: what ``attention`` does in all layers, and whether the MLPs write. ``mlp`` is True (all on), False (all
-    off), or the numbers of the layers whose MLP stays on. With ``radius_of_whole_model`` every state is rescaled to the
-    radius that the token has at this depth in the whole model, so that the angle moved by a write is not changed by a
-    smaller radius.
+    off), or the layers whose MLP stays on, such as 3 or ["L0", "L3"]. With ``radius_of_whole_model`` every state is
+    rescaled to the radius that the token has at this depth in the whole model, so that the angle moved by a write is
+    not changed by a smaller radius.
 
     >>> Arm(mlp=False).label
     'attention alone'
@@ -67,7 +67,7 @@ class Arm:
     """
 
     attention: AttentionMode = AttentionMode.ON
-    mlp: bool | Collection[int] = True
+    mlp: bool | int | str | Collection[int | str] = True
     radius_of_whole_model: bool = False
 
     def __post_init__(self) -> None:
@@ -78,13 +78,13 @@ class Arm:
             raise HelmscopeError(
                 f"radius_of_whole_model is {self.radius_of_whole_model!r:.60}, but it must be True or False"
             )
-        if isinstance(self.mlp, str) or not isinstance(self.mlp, bool | Collection):
+        if not isinstance(self.mlp, bool | int | str | Collection):
             raise HelmscopeError(
                 f"mlp is {self.mlp!r:.60}, but it must be True, False or the layers whose MLP stays on, such as [0, 3]"
             )
         if not isinstance(self.mlp, bool):
-            layers = tuple(sorted(set(whole_numbers("mlp", self.mlp)))) if len(self.mlp) else False
-            object.__setattr__(self, "mlp", layers)
+            none = isinstance(self.mlp, Collection) and not len(self.mlp)
+            object.__setattr__(self, "mlp", False if none else tuple(sorted(set(layer_indices("mlp", self.mlp)))))
 
     @property
     def label(self) -> str:
@@ -93,9 +93,9 @@ class Arm:
         if isinstance(self.mlp, bool):
             label = _LABELS.get((mode, self.mlp), mode.value if self.mlp else f"{mode.value}, MLP off")
         else:
-            assert not isinstance(self.mlp, bool)
-            numbers = ", ".join(map(str, self.mlp))
-            mlps = f"the {'MLP' if len(self.mlp) == 1 else 'MLPs'} of layer{'s' if len(self.mlp) > 1 else ''} {numbers}"
+            layers = layer_indices("mlp", self.mlp)
+            numbers, plural = ", ".join(map(str, layers)), "s" if len(layers) > 1 else ""
+            mlps = f"the MLP{plural} of layer{plural} {numbers}"
             heads = {AttentionMode.ON: f"attention with {mlps}", AttentionMode.OFF: f"{mlps} alone"}
             label = heads.get(mode, f"{mode.value}, with {mlps}")
         return f"{label}, at the whole model's radius" if self.radius_of_whole_model else label
@@ -128,7 +128,7 @@ class Arm:
         """The layers whose MLP is off; None for all of them."""
         if isinstance(self.mlp, bool):
             return [] if self.mlp else None
-        kept = set(self.mlp)
+        kept = set(layer_indices("mlp", self.mlp))
         if max(kept) >= count:
             raise HelmscopeError(f"mlp holds {max(kept)}, but the model has layers 0 to {count - 1}")
         return [layer for layer in range(count) if layer not in kept]
@@ -143,23 +143,23 @@ _LABELS = {
 ARMS = tuple(Arm(mode, mlp) for mode in AttentionMode for mlp in (True, False))
 
 
-def only_one_mlp(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
+def only_one_mlp(layers: Layers, *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
     """One arm per layer, in which only the MLP of this layer writes.
 
     >>> [arm.label for arm in only_one_mlp(range(2))]
     ['attention with the MLP of layer 0', 'attention with the MLP of layer 1']
     """
-    return tuple(Arm(attention, (layer,)) for layer in whole_numbers("layers", layers))
+    return tuple(Arm(attention, (layer,)) for layer in layer_indices("layers", layers))
 
 
-def without_one_mlp(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
+def without_one_mlp(layers: Layers, *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
     """One arm per layer, in which all MLPs write but that of this layer. ``layers`` are all layers of the model, such
     as ``recording.layers``; raises HelmscopeError if there are fewer than two.
 
     >>> [arm.mlp for arm in without_one_mlp(range(3))]
     [(1, 2), (0, 2), (0, 1)]
     """
-    numbers = whole_numbers("layers", layers)
+    numbers = layer_indices("layers", layers)
     if len(set(numbers)) < 2:
         raise HelmscopeError(f"layers holds {pluralized(len(set(numbers)), 'layer')}, but leaving one out needs two")
     return tuple(Arm(attention, set(numbers) - {layer}) for layer in numbers)

@@ -13,7 +13,7 @@ import torch
 
 from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
-from helmscope.models.names import parse_head
+from helmscope.models.names import Layers, layer_indices, parse_head
 from helmscope.models.sites import EDITABLE_STATES, Site
 from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, short_repr, type_with_article
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.sites import EditContext
-
-ONE_EDIT_PER_NAME = "one edit per name, [AblateHead(head=name) for name in names]"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +42,7 @@ class Perturb(SiteEdit):
         *(Site.QUERY, Site.KEY, Site.VALUE, Site.CROSS_QUERY, Site.CROSS_KEY, Site.CROSS_VALUE),
         *EDITABLE_STATES,
     )
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     site: Site = Site.QUERY
     sigma: float | None = None
     relative: float | None = None
@@ -88,7 +86,7 @@ class ReplaceKernel(SiteEdit):
     """
 
     allowed = (Site.KERNEL, Site.CROSS_KERNEL)
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     function: Callable[[Tensor], Tensor] = torch.clone
     site: Site = Site.KERNEL
 
@@ -105,8 +103,9 @@ class ReplaceKernel(SiteEdit):
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
     """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS
-    these are heads of cross-attention. A single head may be given by ``layer`` and ``head``, or by its name alone, such
-    as head="L2H5" or head="2.5" (see ``parse_head``); several names are several edits.
+    these are heads of cross-attention. ``heads`` are numbers, the same in all ``layers``, or without ``layers`` one or
+    several names such as "L2H5" or "2.5" (see ``parse_head``). A single head may also be given by ``layer`` and
+    ``head``, or by ``head``, its name.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
@@ -114,25 +113,31 @@ class AblateHead(SiteEdit):
     AblateHead(layers=[2], heads=[5])
     >>> AblateHead(head="L2H5")
     AblateHead(layers=[2], heads=[5])
+    >>> AblateHead(heads=["L2H5", "L4H0"])
+    AblateHead(heads=['L2H5', 'L4H0'])
     """
 
     allowed = (Site.HEADS, Site.CROSS_HEADS)
-    layers: int | Sequence[int] | None = None
-    heads: int | Sequence[int] = ()
+    layers: Layers | None = None
+    heads: int | str | Sequence[int | str] = ()
     site: Site = Site.HEADS
-    layer: InitVar[int | None] = None
+    layer: InitVar[int | str | None] = None
     head: InitVar[int | str | None] = None
 
-    def __post_init__(self, layer: int | None, head: int | str | None) -> None:
-        for argument, value in (("layers", self.layers), ("heads", self.heads)):
-            _refuse_names(argument, value)
+    def __post_init__(self, layer: int | str | None, head: int | str | None) -> None:
+        if _are_names(self.layers):
+            raise HelmscopeError(f"layers is {short_repr(self.layers)}, but names of heads are given by heads=")
         if isinstance(head, Iterable) and not isinstance(head, str):
-            several = "heads=[...] with layers=" if all(isinstance(one, int) for one in head) else ONE_EDIT_PER_NAME
-            raise HelmscopeError(f"head is {short_repr(head)}, but it must be one head: for several use {several}")
+            raise HelmscopeError(f"head is {short_repr(head)}, but it must be one head: for several use heads=[...]")
+        if _are_names(self.heads):
+            self._set_names(layer, head)
+            return
         if isinstance(head, str):
             if layer is not None:
                 raise HelmscopeError(f"layer is {layer!r} and head is {head!r}, but that name contains its layer")
             layer, head = parse_head(head).values()
+        if isinstance(layer, str):
+            (layer,) = layer_indices("layer", layer)
         for one, number, several, given in (
             ("layer", layer, "layers", self.layers is not None),
             ("head", head, "heads", self.heads != ()),
@@ -146,34 +151,69 @@ class AblateHead(SiteEdit):
         super().__post_init__()
         object.__setattr__(self, "heads", whole_numbers("heads", self.heads))
 
+    def _set_names(self, layer: int | str | None, head: int | str | None) -> None:
+        """Store heads given by name: as numbers if all are in one layer, else as names "L2H5"."""
+        for name, value in (("layers", self.layers), ("layer", layer), ("head", head)):
+            if value is not None:
+                raise HelmscopeError(
+                    f"heads is {short_repr(self.heads)} and {name} is {short_repr(value)}, but the names of heads "
+                    "contain their layers: give heads alone"
+                )
+        names = self.heads if isinstance(self.heads, Sequence) and not isinstance(self.heads, str) else [self.heads]
+        places = sorted({tuple(parse_head(str(name)).values()) for name in names})
+        layers = {number for number, _ in places}
+        if len(layers) == 1:
+            object.__setattr__(self, "layers", tuple(layers))
+            object.__setattr__(self, "heads", tuple(number for _, number in places))
+        else:
+            object.__setattr__(self, "heads", tuple(f"L{layer}H{head}" for layer, head in places))
+        super().__post_init__()
+
+    def _heads_in(self, layer: int) -> tuple[int, ...]:
+        """The heads that are ablated in a layer."""
+        if not _are_names(self.heads):
+            return whole_numbers("heads", self.heads) if super().acts(layer) else ()
+        assert isinstance(self.heads, Sequence)
+        places = [parse_head(str(name)) for name in self.heads]
+        return tuple(place["head"] for place in places if place["layer"] == layer)
+
+    def acts(self, layer: int) -> bool:
+        """Whether some head of a layer is ablated."""
+        return bool(self._heads_in(layer))
+
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``HelmscopeError`` if a layer does not have one of the heads."""
         super().check(anatomy)
-        last = max(whole_numbers("heads", self.heads))
+        if _are_names(self.heads):
+            assert isinstance(self.heads, Sequence)
+            for name in self.heads:
+                if parse_head(str(name))["layer"] >= len(anatomy.layers):
+                    raise HelmscopeError(
+                        f"heads holds {name!r}, but the model has layers 0 to {len(anatomy.layers) - 1}"
+                    )
         for number, layer in enumerate(anatomy.layers):
-            count = layer.heads if self.site is Site.HEADS else layer.cross_heads
-            if count is not None and self.acts(number) and last >= count:
-                raise HelmscopeError(f"heads holds {last}, but layer {number} has heads 0 to {count - 1}")
+            count, last = layer.heads if self.site is Site.HEADS else layer.cross_heads, self._heads_in(number)
+            if count is not None and last and max(last) >= count:
+                raise HelmscopeError(f"heads holds {max(last)}, but layer {number} has heads 0 to {count - 1}")
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The value with these heads set to 0."""
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
-        kept[list(whole_numbers("heads", self.heads))] = False
+        kept[list(self._heads_in(context.layer))] = False
         return torch.where(kept, value, 0.0)
 
 
-def _refuse_names(argument: str, value: object) -> None:
-    """Raise ``HelmscopeError`` for names of heads in place of numbers."""
+def _are_names(value: object) -> bool:
+    """Whether a value is the name of a head such as "L2H5", or a list of them."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not names:
-        return
+        return False
     try:
         for name in names:
             parse_head(name)
     except HelmscopeError:  # numbers, or something else that is refused later
-        return
-    use = f"pass head={names[0]!r}" if len(names) == 1 else f"use {ONE_EDIT_PER_NAME}"
-    raise HelmscopeError(f"{argument} is {short_repr(value)}, but names of heads are given by head=: {use}")
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,7 +225,7 @@ class MaskKeys(SiteEdit):
     True
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     keys: Bool[Tensor, "batch n"] | None = None
     site = Site.MASK
 

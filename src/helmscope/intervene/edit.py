@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from helmscope.models.names import Layers, layer_indices
 from helmscope.models.sites import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
 from helmscope.types import HelmscopeError, short_repr
 
@@ -30,13 +31,13 @@ class SiteEdit(AbstractEdit):
 
     allowed: ClassVar[tuple[Site, ...]] = ANYWHERE
     site: Site
-    layers: int | Sequence[int] | None
+    layers: Layers | None
 
     def __post_init__(self) -> None:
         if self.site not in self.allowed:
             raise self._refused_site()
         if self.layers is not None:
-            object.__setattr__(self, "layers", whole_numbers("layers", self.layers))
+            object.__setattr__(self, "layers", layer_indices("layers", self.layers))
 
     def _refused_site(self) -> HelmscopeError:
         allowed = ", ".join(str(site) for site in self.allowed)
@@ -57,14 +58,14 @@ class SiteEdit(AbstractEdit):
 
     def acts(self, layer: int) -> bool:
         """Whether the edit applies to a layer."""
-        return self.layers is None or layer in whole_numbers("layers", self.layers)
+        return self.layers is None or layer in layer_indices("layers", self.layers)
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``HelmscopeError`` if the model lacks one of the layers or cross-attention, or its attention cannot be
         edited.
         """
         count = len(anatomy.layers)
-        for layer in () if self.layers is None else whole_numbers("layers", self.layers):
+        for layer in () if self.layers is None else layer_indices("layers", self.layers):
             if layer >= count:
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
         if self.site in OF_CROSS and not anatomy.has_cross:
@@ -109,7 +110,7 @@ class Edit(SiteEdit):
     """
 
     site: Site
-    layers: int | Sequence[int] | None
+    layers: Layers | None
     function: Callable[..., Tensor | None]
     takes_context: bool = field(init=False, repr=False, default=False)
 

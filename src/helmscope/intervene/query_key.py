@@ -15,7 +15,6 @@ At the sites of queries and keys the rotary phases, if any, have already been ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
+from helmscope.models.names import Layers
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError, check_real, check_seed, type_with_article
@@ -51,7 +51,7 @@ class GaugeTransform(SiteEdit):
     True
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     factor: float = 1.0
     site = Site.QUERY
 
@@ -82,7 +82,7 @@ class ShiftKeys(SiteEdit):
     True
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     vector: Float[Tensor, "*kv_heads r"] | None = None
     site = Site.KEY
 
@@ -122,7 +122,7 @@ class CenteredKeyNoise(SiteEdit):
     CenteredKeyNoise(relative=0.1, seed=1)
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     relative: float = 0.0
     seed: int = 0
     site = Site.KEY
@@ -156,7 +156,7 @@ class MatchedQueryNoise(SiteEdit):
     (12, 6, 0.0)
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     sigma: Float[Tensor, "layer batch heads n"] | None = None
     seed: int = 0
     site = Site.QUERY
@@ -172,7 +172,7 @@ class MatchedQueryNoise(SiteEdit):
         *,
         sigma: float | None = None,
         relative: float | None = None,
-        layers: int | Sequence[int] | None = None,
+        layers: Layers | None = None,
         seed: int = 0,
     ) -> MatchedQueryNoise:
         """The query noise that matches ``Perturb(site=Site.KEY, sigma=sigma)`` or ``CenteredKeyNoise(relative=

@@ -20,6 +20,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
 from helmscope.intervene.query_key import at_least_single, collision_gap
+from helmscope.models.names import Layers
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.types import HelmscopeError, check_real, short_repr, type_with_article
@@ -108,7 +109,7 @@ class Normalize(QueryKeyEdit):
     torch.Size([12, 6])
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     site: Site = Site.KEY
     centers: Float[Tensor, "layer heads r"] | None = None
     lengths: Float[Tensor, "layer heads"] | None = None
@@ -121,7 +122,7 @@ class Normalize(QueryKeyEdit):
         *,
         site: Site = Site.KEY,
         centered: bool = False,
-        layers: int | Sequence[int] | None = None,
+        layers: Layers | None = None,
     ) -> Normalize:
         """The edit with the lengths of a recording, and with its mean vectors as centers if ``centered``; by one
         forward. Raises HelmscopeError for another site and for a model whose attention cannot be edited.
@@ -185,7 +186,7 @@ class Blur(QueryKeyEdit):
     [0.0, 2.0, 2.75]
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     site: Site = Site.KEY
     window: Sequence[float] = (0.5, 0.25, 0.25)
     strength: float | Float[Tensor, "layer batch kv_heads"] = 1.0

@@ -6,13 +6,13 @@ value.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from helmscope.intervene.edit import SiteEdit
+from helmscope.models.names import Layers
 from helmscope.models.recording import Recording
 from helmscope.models.sites import EDITABLE_STATES, LEADS_TO, Site
 from helmscope.types import HelmscopeError, pluralized, type_with_article
@@ -30,7 +30,7 @@ class StateEdit(SiteEdit):
     """Base of the edits of a state or a write, at the tokens where ``tokens`` (batch, n) is True; None means all."""
 
     allowed = EDITABLE_STATES
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     site: Site = Site.MLP
     tokens: Bool[Tensor, "batch n"] | None = None
 

@@ -22,6 +22,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import SiteEdit
+from helmscope.models.names import Layers
 from helmscope.models.sites import EDITABLE_STATES, Site
 from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, pluralized, short_repr
 
@@ -129,7 +130,7 @@ class PerturbFourierBand(SiteEdit):
     """
 
     allowed = EDITABLE_STATES
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     band: tuple[float, float] = (0.0, 1.0)
     relative_norm: float = 0.0
     per_token: bool = False
@@ -176,7 +177,7 @@ class ScaleLogits(SiteEdit):
     True
     """
 
-    layers: int | Sequence[int] | None = None
+    layers: Layers | None = None
     factor: float = 1.0
     site = Site.QUERY
 

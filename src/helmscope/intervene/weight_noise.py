@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.intervene.edit import whole_numbers
 from helmscope.models.input_matrices import PROJECTED, InputMatrix, input_matrices
 from helmscope.models.mlp_reading import affine_of, as_stored
+from helmscope.models.names import Layers, layer_indices
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, check_real, check_seed, short_repr
@@ -60,7 +60,7 @@ class WeightNoise:
         sigma: float | None = None,
         relative: float | None = None,
         mixing: float | None = None,
-        layers: int | Sequence[int] | None = None,
+        layers: Layers | None = None,
         seed: int = 0,
     ) -> dict[str, Tensor]:
         """The parameters of the model with noise on the matrices of Site.QUERY, KEY or VALUE, for ``with_parameters``:
@@ -92,7 +92,7 @@ class WeightNoise:
         ((kind, size),) = given.items()
         if site not in PROJECTED:
             raise HelmscopeError(f"site is {short_repr(site)}, but it must be Site.QUERY, Site.KEY or Site.VALUE")
-        chosen = range(len(self.matrices)) if layers is None else whole_numbers("layers", layers)
+        chosen = range(len(self.matrices)) if layers is None else layer_indices("layers", layers)
         if max(chosen) >= len(self.matrices):
             last = len(self.matrices) - 1
             raise HelmscopeError(f"layers holds {max(chosen)}, but the model has layers 0 to {last}")

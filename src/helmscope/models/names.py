@@ -1,21 +1,25 @@
-"""Layers and heads by name.
+"""Layers and heads by name: what all arguments ``layer``, ``layers``, ``head`` and ``heads`` accept.
 
-A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, in
-``AblateHead(head="L3H5")``, and in ``head_ablation_loss(heads=...)``. A layer is its number, "L3", or the name of its
-block in the model, such as "transformer.h.3": in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and
-``points``, and in ``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only, such as
-``recording.layer("transformer.h.3")``.
+A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0. A layer is its number, "L3", or the name of its
+block in the model, such as "transformer.h.3"; ``layers`` is one layer or a list of them, and None, where it is
+allowed, all layers. An edit is made without a model and does not know the names of blocks:
+``recording.layer("transformer.h.3")`` is the number of one.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from helmscope.types import HelmscopeError, short_repr
 
 if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.recording import Recording
+
+Layers: TypeAlias = int | str | Sequence[int | str]
 
 
 def parse_head(name: str) -> dict[str, int]:
@@ -43,6 +47,67 @@ def parse_head(name: str) -> dict[str, int]:
         )
     layer, head = (int(group) for group in match.groups() if group is not None)
     return {"layer": layer, "head": head}
+
+
+def layer_indices(name: str, value: object) -> tuple[int, ...]:
+    """The numbers of one or several layers that are chosen without a model, by number or by a name such as "L3".
+
+    ``name`` is the argument that an error names. Raises HelmscopeError for an empty list, and for anything else than
+    whole numbers >= 0 and such names.
+
+    >>> layer_indices("layers", 3), layer_indices("layers", "L3"), layer_indices("layers", ["L0", 2])
+    ((3,), (3,), (0, 2))
+    """
+    several = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    numbers = tuple(map(_layer_index, several))
+    if not numbers or min(numbers) < 0:
+        blocks = [each for each in several if isinstance(each, str) and "." in each]
+        hint = f": the number of a block is recording.layer({blocks[0]!r})" if blocks else ""
+        raise HelmscopeError(
+            f"{name} is {short_repr(value)}, but it must be a layer such as 3 or 'L3', or a list of layers{hint}"
+        )
+    return numbers
+
+
+def _layer_index(value: object) -> int:
+    """The number of a layer, -1 for what is not one."""
+    if isinstance(value, str):
+        named = re.fullmatch(r"L([0-9]{1,9})", value, re.I)
+        return int(named[1]) if named else -1
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
+
+
+def chosen_layers(recording: Recording, layers: object) -> list[int]:
+    """The numbers of one or several layers of a recording, by number or name, in the order given; None means all.
+
+    Raises HelmscopeError for a layer that the recording does not have, for one that is given twice and for an empty
+    list.
+
+    >>> from helmscope import record
+    >>> recording = record("A", ["Once upon a time"])
+    >>> chosen_layers(recording, ["L3", "transformer.h.1"]), len(chosen_layers(recording, None))
+    ([3, 1], 12)
+    """
+    if layers is None:
+        return list(recording.layers)
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        try:
+            number = recording.layer(layers if isinstance(layers, str) else operator.index(layers))  # type: ignore[arg-type]
+        except TypeError:
+            raise HelmscopeError(
+                f"layers is {short_repr(layers)}, but it must be a layer, a list of layers, or None for all"
+            ) from None
+        return [number]
+    numbers = [recording.layer(layer) for layer in layers]
+    if not numbers:
+        raise HelmscopeError("layers is empty, but it must hold at least one layer")
+    for k, number in enumerate(numbers):
+        if number in numbers[:k]:
+            raise HelmscopeError(f"layers holds layer {number} twice, but all layers must be different")
+    return numbers
 
 
 def layer_number(anatomy: Anatomy, name: object) -> object:

@@ -24,7 +24,7 @@ Cost. No forward; derivatives along 2 k directions at each sampled token, about 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle, project, retract
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
 from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
@@ -149,7 +150,7 @@ def cloud_projection(
     principal_axes: int = 8,
     tokens: int | None = 16,
     planted_share: float | None = None,
-    layers: Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -184,7 +185,7 @@ def cloud_projection(
             f"the directions, {room}"
         )
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
-    chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
+    chosen = chosen_layers(recording, layers)
     sampled = None if tokens is None else check_integer("tokens", tokens, at_least=1)
     report, seed = check_progress(progress), check_seed(seed)
     rows = []

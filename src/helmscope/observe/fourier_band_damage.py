@@ -19,13 +19,14 @@ Cost. One forward from the perturbed layer on for each band, layer and draw, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
 
 from helmscope.intervene.token_bands import PerturbFourierBand, check_band, check_has_frequency
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording, check_recording
 from helmscope.observe.damage import damage_under_edits
 from helmscope.runs.bar import shows_progress
@@ -51,7 +52,7 @@ def fourier_band_damage(
     *,
     bands: Mapping[str, Band] = BANDS,
     relative_norm: float = 0.1,
-    layers: Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     draws: int = 1,
     per_token: bool = False,
     seed: int = 0,
@@ -75,9 +76,7 @@ def fourier_band_damage(
     wanted = _checked_bands(bands)
     relative_norm, seed = check_real("relative_norm", relative_norm, at_least=0), check_seed(seed)
     count = check_integer("draws", draws, at_least=1)
-    chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
-    if not chosen:
-        raise HelmscopeError("layers is [], but it must name at least one layer")
+    chosen = chosen_layers(recording, layers)
     for name, band in wanted.items():
         _check_texts(recording, f"band '{name}'", band)
     edits = {

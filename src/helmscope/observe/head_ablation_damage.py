@@ -25,6 +25,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.attention import AblateHead
 from helmscope.intervene.edit import Edit
+from helmscope.models.names import Layers
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import check_recording
 from helmscope.models.sites import LEADS_TO, Site
@@ -119,7 +120,7 @@ def head_ablation_damage(
     recording: Recording,
     *,
     forms: Sequence[AblationForm] = ZERO_ONLY,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     heads: str | Sequence[str] | None = None,
     relative_norm: float = RELATIVE_NORM,
     seed: int = 0,

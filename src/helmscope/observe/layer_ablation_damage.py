@@ -30,10 +30,10 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Replace
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import LEADS_TO, Site
 from helmscope.observe.damage import damage_under_edits
-from helmscope.observe.loss import layer_numbers
 from helmscope.observe.track import token_mean
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -108,7 +108,7 @@ def layer_ablation_damage(
     *,
     forms: Sequence[AblationForm] = FORMS,
     parts: Sequence[LayerPart] = WHOLE,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     relative_norm: float = RELATIVE_NORM,
     draws: int = 1,
     seed: int = 0,
@@ -136,7 +136,7 @@ def layer_ablation_damage(
     size, draws = check_real("relative_norm", relative_norm, above=0), check_integer("draws", draws, at_least=1)
     chosen_forms, chosen_parts = chosen("forms", forms, AblationForm), chosen("parts", parts, LayerPart)
     check_recording(recording)
-    numbers = list(layer_numbers(recording, layers))
+    numbers = chosen_layers(recording, layers)
     sites = tuple(recording.anatomy.layers[0].wiring.writes)
     means = site_means(recording, sites) if AblationForm.MEAN in chosen_forms else {}
     lists: dict[tuple[int, int, int, int], list[AbstractEdit]] = {}

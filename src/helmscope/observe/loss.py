@@ -14,14 +14,14 @@ encoder reads. All of them are scored, the first one too: it is predicted from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
 from helmscope.intervene.attention import AblateHead
-from helmscope.models.names import parse_head
+from helmscope.models.names import Layers, chosen_layers, parse_head
 from helmscope.models.recording import Recording
 from helmscope.models.sites import AbstractEdit
 from helmscope.observe.scoring import Scoring
@@ -142,7 +142,7 @@ def loss_under_edits(
 def head_ablation_loss(
     recording: Recording,
     *,
-    layers: int | str | Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     heads: str | Sequence[str] | None = None,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -186,7 +186,7 @@ def head_ablation_loss(
 def heads_to_ablate(recording: Recording, layers: object, heads: object) -> list[tuple[int, int]]:
     """Layer and head of each head that is ablated: all heads of the layers, or those that are named."""
     if heads is None:
-        numbers = layer_numbers(recording, layers)
+        numbers = chosen_layers(recording, layers)
         return [(layer, head) for layer in numbers for head in range(_head_count(recording, layer))]
     if layers is not None:
         raise HelmscopeError(
@@ -212,25 +212,6 @@ def _head_count(recording: Recording, layer: int) -> int:
     if count is None:
         raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be separated can be ablated")
     return count
-
-
-def layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
-    """The numbers of one or several layers, given by number or name; None means all."""
-    if layers is None:
-        return recording.layers
-    if isinstance(layers, int | str):
-        return [recording.layer(layers)]
-    if not isinstance(layers, Iterable):
-        raise HelmscopeError(
-            f"layers is {short_repr(layers)}, but it must be a layer, a list of layers, or None for all"
-        )
-    numbers = [recording.layer(layer) for layer in layers]
-    if not numbers:
-        raise HelmscopeError("layers is empty, but it must hold at least one layer")
-    for k, number in enumerate(numbers):
-        if number in numbers[:k]:
-            raise HelmscopeError(f"layers holds layer {number} twice, but all layers must be different")
-    return numbers
 
 
 def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, list[Any]], title: str) -> xr.Dataset:

@@ -22,6 +22,7 @@ import torch
 import xarray as xr
 
 from helmscope.intervene.edit import Edit
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.place import PutInput
 from helmscope.models.sites import Site
 from helmscope.observe.scoring import LayerInputs, Scoring, token_losses
@@ -47,7 +48,7 @@ def loss_gradient_cosine(
     recording: Recording,
     *,
     scales: Sequence[float] = SCALES,
-    layers: Sequence[int | str] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -71,7 +72,7 @@ def loss_gradient_cosine(
     report, seed = check_progress(progress), check_seed(seed)
     steps = _checked_scales(scales)
     scoring = Scoring(recording)
-    chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
+    chosen = chosen_layers(recording, layers)
     sites = _writes(recording)
     found = np.full((1 + 1 + DRAWS, len(chosen), len(sites), len(steps), len(recording.batch)), np.nan)
     counted, done = recording.batch.counted, 0

@@ -38,6 +38,7 @@ import xarray as xr
 from helmscope.fields.norms import LayerNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.input_matrices import input_matrices
+from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Observer, Site
@@ -220,7 +221,7 @@ def holonomy_defect(
     recording: Recording,
     *,
     triangles: int = 4,
-    layers: list[int] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -238,7 +239,7 @@ def holonomy_defect(
     """
     report, count = check_progress(progress), check_integer("triangles", triangles, at_least=1)
     matrices = head_matrices(recording)
-    chosen = list(recording.layers) if layers is None else [recording.layer(layer) for layer in layers]
+    chosen = chosen_layers(recording, layers)
     corners = _corners(recording, count, check_seed(seed))
     observer = _EdgeWeights(chosen, corners)
     recording.runner.forward(observer)

@@ -27,6 +27,8 @@ from helmscope.intervene.batched_edits import BatchedEdits
 from helmscope.intervene.change import with_parameters
 from helmscope.intervene.query_key import CenteredKeyNoise, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
+from helmscope.models.names import Layers, chosen_layers
+from helmscope.models.recording import check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.observe.damage import token_damage
 from helmscope.observe.scoring import LOGITS_PER_FORWARD, Scoring
@@ -103,7 +105,7 @@ def query_key_noise(
     sigmas: Sequence[float] = SIGMAS,
     draws: int = 20,
     sites: Sequence[Site] = SITES,
-    layers: int | Sequence[int] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -130,7 +132,8 @@ def query_key_noise(
     """
     report, count = check_progress(progress), check_integer("draws", draws, at_least=1)
     sizes = _checked_sizes(sigmas)
-    trial = _NoiseTrial(recording, _checked_forms(forms, sites), layers)
+    chosen = None if layers is None else chosen_layers(check_recording(recording), layers)
+    trial = _NoiseTrial(recording, _checked_forms(forms, sites), chosen)
     shape = (len(NAMES), len(trial.forms), len(sites), len(sizes), count, len(recording.batch))
     found = np.full(shape, np.nan)
     seeds = [check_seed(seed) + k for k in range(count)]
