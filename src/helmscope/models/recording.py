@@ -23,7 +23,6 @@ from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
 
 if TYPE_CHECKING:
-    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from helmscope.models.texts import Batch
     from helmscope.store.manifest import Manifest
     from helmscope.types import Instrument
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 
@@ -395,7 +395,7 @@ class Recording(Plottable):
         return unsupported_reason(self, instrument)
 
     @shows_progress("replaying")
-    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> Measurements:
         """Run the model once more with all instruments attached, and return their Measurements by name, with the axes
         ``layer``, ``prompt`` and, for quantities per head, ``head``. Writes are increments of the residual stream.
 

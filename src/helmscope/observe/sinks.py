@@ -26,7 +26,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs
+from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement
 from helmscope.types.arguments import check_integer
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def sink_constancy(system: System) -> xr.Dataset:
     attributes = {"prompts": prompts}
     if isinstance(system, Recording) and system.batch.ids_name in system.batch.inputs:
         attributes["distinct_first_tokens"] = len({ids[0] for ids in system.batch.visible_ids})
-    return xr.Dataset(values, attrs=attributes)
+    return as_measurement(xr.Dataset(values, attrs=attributes))
 
 
 def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:

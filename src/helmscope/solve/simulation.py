@@ -14,12 +14,12 @@ from helmscope.types import Outcome, Plottable, Trajectory, html_table, one_line
 
 if TYPE_CHECKING:
     import torch
-    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
     from helmscope.types import Instrument
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 
@@ -282,7 +282,7 @@ class Simulation(Plottable):
     @shows_progress("replaying")
     def replay(
         self, *instruments: Instrument, batch_size: int | None = None, progress: ProgressOption = None
-    ) -> dict[str, xr.Dataset]:
+    ) -> Measurements:
         """Show the mechanism at every stored time to instruments and return their Measurements by name, with the axes
         ``time`` and ``system``.
 
