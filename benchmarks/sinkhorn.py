@@ -56,7 +56,7 @@ def main() -> None:
     f, g = None, torch.zeros(n)
     for turn in range(-1, ITERATIONS):  # the turn -1 warms up
         begin = time.perf_counter()
-        after = iterate(problem, g, f=f, epsilon=EPSILON, tolerance=0.0, max_iterations=1)
+        after = iterate(problem, g, f=f, epsilon=EPSILON, tol=0.0, max_iterations=1)
         middle = time.perf_counter()
         attention(), attention()
         if turn >= 0:
@@ -73,7 +73,7 @@ def main() -> None:
         results.keep({"n": n, "d": d, "candidate": name}, timing(runs))
     if arguments.call:
         begin = time.perf_counter()
-        plan = sinkhorn(x, y, epsilon=EPSILON, cost=Chordal(), tolerance=1e-5)
+        plan = sinkhorn(x, y, epsilon=EPSILON, cost=Chordal(), tol=1e-5)
         row |= {"call s": time.perf_counter() - begin, "iterations of the call": plan.iterations}
         say(repr(plan))
     results.tables["Ten iterations of Sinkhorn against attention, one core, float32"] = [row]

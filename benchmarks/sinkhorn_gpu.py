@@ -83,7 +83,7 @@ def check_plan(results: Results) -> None:
         x = torch.nn.functional.normalize(x + 0.5 * torch.eye(d, device=x.device)[0], dim=-1)
         if isinstance(cost, Euclidean):
             x, y = x + 10, y + 10
-        plan = sinkhorn(x, y, epsilon=EPSILON, cost=cost, tolerance=1e-5)
+        plan = sinkhorn(x, y, epsilon=EPSILON, cost=cost, tol=1e-5)
         matrix = (x.double()[:, None] - y.double()).square().sum(-1)
         f, g = torch.zeros(len(x)).to(matrix), torch.zeros(len(y)).to(matrix)
         for _ in range(400):
@@ -139,14 +139,14 @@ def tune(results: Results) -> None:
 def million(results: Results, n: int) -> None:
     """Time the whole call on n x n points."""
     x, y = clouds(n, results.device)
-    warm = sinkhorn(*clouds(20_000, results.device), epsilon=EPSILON, cost=Chordal(), tolerance=TOLERANCE)
+    warm = sinkhorn(*clouds(20_000, results.device), epsilon=EPSILON, cost=Chordal(), tol=TOLERANCE)
     say(f"warm-up: {warm!r}")
     free_memory(results.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     plans = []
     elapsed = seconds(
-        lambda: plans.append(sinkhorn(x, y, epsilon=EPSILON, cost=Chordal(), tolerance=TOLERANCE)), results.device
+        lambda: plans.append(sinkhorn(x, y, epsilon=EPSILON, cost=Chordal(), tol=TOLERANCE)), results.device
     )
     plan, peak = plans[0], (torch.cuda.max_memory_allocated() - before) / 2**20
     say(f"{plan!r} in {elapsed:.2f} s, {peak:.0f} MiB, errors {plan.marginal_errors}, gap {plan.duality_gap:.2g}")

@@ -38,7 +38,7 @@ EXACT = {
 }
 MISSES = {
     (
-        "depth_flow",
+        "perturbation_growth",
         "exponent",
         16,
     ): "log |T w| of one random direction w of a plane is nearly log |cos|, with a skewness "
@@ -65,12 +65,12 @@ MISSES = {
     },
     **{
         (
-            "jko_layer",
+            "jko_step_test",
             name,
             8,
         ): "V, nu and tau are fitted on the other half of the prompts, and an interval is that of the "
         "share given this fit: with the fits of other halves 30 % of them miss the mean over all fits"
-        for name in ("share", "objective_input")
+        for name in ("gap_closed_share", "objective_input")
     },
     (
         "free_energy_along_depth",

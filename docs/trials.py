@@ -30,6 +30,7 @@ from helmscope.claims.evidence import (
     ReplicatesInSomeCase,
 )
 from helmscope.claims.judge import judge
+from helmscope.claims.rank_correlation import SpearmanCorrelation
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Registered, experiments
 from helmscope.models.subject import Subject
@@ -68,6 +69,10 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
+    if isinstance(evidence, SpearmanCorrelation):
+        r = np.linspace(0, 0.999, 1000)
+        errors = np.arctanh(r) / np.sqrt((1 + r**2 / 2) / (len(evidence.first) - 3))  # from 0, by spearman_interval
+        return f"a correlation of {r[np.argmax(errors >= special.ndtri(0.975) + special.ndtri(0.9))]:.2g}"
     if isinstance(evidence, ReplicatesInEveryCase | ReplicatesInSomeCase):
         widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
@@ -105,11 +110,11 @@ def line(entry: Entry, tried: Registered, subject: Subject) -> str:
     )
 
 
-def made(claim: str, subject: Subject) -> str:
-    """The row of a claim on a subject, computed with one thread."""
+def made(number: int, claim: str, subject: Subject) -> tuple[int, str]:
+    """The row of a claim on a subject, computed with one thread, and its number."""
     torch.set_num_threads(1)
     with subject:
-        return line(read_catalogue()[claim], experiments()[claim], subject)
+        return number, line(read_catalogue()[claim], experiments()[claim], subject)
 
 
 def main() -> None:
@@ -127,8 +132,8 @@ def main() -> None:
     ]
     keys = [(f" {claim} ", f" {subject.name} ") for claim, subject in order]
     due = [k for k, (claim, _) in enumerate(order) if claim in again or keys[k] not in rows]
-    found = Parallel(n_jobs=options.workers, return_as="generator")(delayed(made)(*order[k]) for k in due)
-    for k, row in zip(due, found, strict=True):
+    tasks = (delayed(made)(k, *order[k]) for k in due)
+    for k, row in Parallel(n_jobs=options.workers, return_as="generator_unordered")(tasks):
         rows[keys[k]] = row
         table.write_text(HEADER + "".join(rows[key] for key in keys if key in rows))
 

@@ -9,7 +9,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 recording = hs.record("B", [text[:120] for text in hs.models.story_texts()[:8]])
 losses = hs.observe.head_ablation_loss(recording)
 mean = hs.reduce_replicates(losses)  # over prompts, with intervals
-print(f"loss {float(mean.baseline):.3f} nats, a uniform guess has {float(mean.loss_null):.3f}")
+print(f"loss {float(mean.baseline_loss):.3f} nats, a uniform guess has {float(mean.loss_null):.3f}")
 for layer in mean.layer.values:
     print(f"layer {layer:2d}:", *(f"{value:+.3f}" for value in mean.loss_increase.sel(layer=layer).values))
 one = mean.sel(**hs.models.parse_head("L0H4"))

@@ -12,7 +12,7 @@ sim = hs.integrate(hs.SA(beta=4.0), start, times=times)
 print(sim.outcome)
 
 order = hs.order_parameter(sim.states).mean(-1)
-clusters = hs.cluster_count(sim.states, radius=0.1).double().mean(-1)
+clusters = hs.cluster_count(sim.states, max_angle=0.1).double().mean(-1)
 for k in (0, 10, 20):
     print(f"t = {times[k]:4.1f}: order {order[k]:.3f}, {clusters[k]:.1f} clusters")
 

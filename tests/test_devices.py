@@ -38,7 +38,7 @@ OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "printed energy": lambda x: hs.observe.gaussian_energy_as_printed(x, beta=2.0),
     "mean inner product": hs.mean_inner_product,
     "clustering fraction": lambda x: hs.observe.close_pair_share(x, delta=0.3),
-    "cluster count": lambda x: hs.cluster_count(x, radius=0.5),
+    "cluster count": lambda x: hs.cluster_count(x, max_angle=0.5),
     "merge heights": lambda x: hs.observe.merge_tree(x).height,
     "order": hs.order_parameter,
     "effective rank": hs.observe.effective_rank,

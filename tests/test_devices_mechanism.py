@@ -96,7 +96,7 @@ def test_a_residual_stream_keeps_its_radius(device: str, dtype: torch.dtype) -> 
     check_same(
         got.trajectory.radius, wanted.trajectory.radius, device, dtype, {k: 10 * v for k, v in FLOW_BOUND.items()}
     )
-    seen = [hs.drift_and_swirl(run) for run in (got, wanted)]
-    for name in ("swirl_unit_sphere", "antisymmetric_share", "radial_force"):
+    seen = [hs.mlp_force(run) for run in (got, wanted)]
+    for name in ("swirl_length_unit_sphere", "antisymmetric_share", "radial_force"):
         if name in seen[1]:
             assert abs(seen[0][name].values - seen[1][name].values).max() <= 10 * FLOW_BOUND[dtype]

@@ -35,7 +35,7 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "interpolation": lambda x, y: ot.interpolate(ot.exact_plan(x, y), 0.5)[0].sort(0).values,
     "sinkhorn": lambda x, y: ot.sinkhorn(x, y, epsilon=0.2, cost=ot.Chordal()).value,
     "geodesic sinkhorn": lambda x, y: ot.sinkhorn(x, y, epsilon=0.2, cost=hs.Geodesic()).value,
-    "images": lambda x, y: ot.sinkhorn(x, y, epsilon=0.2, cost=ot.Chordal()).images,
+    "images": lambda x, y: ot.sinkhorn(x, y, epsilon=0.2, cost=ot.Chordal()).barycentric_projection,
     "unbalanced": lambda x, y: ot.sinkhorn(x, y, epsilon=0.2, cost=ot.Chordal(), reach=0.5).objective,
     "divergence gradient": divergence_gradient,
     "bridge control": lambda x, y: ot.bridge_clouds(x, y, nu=0.5).control(x, 0.3),

@@ -82,7 +82,7 @@ CALLS: dict[str, Callable[[], object]] = {
         ).states
     ),
     "integrate a stream": lambda: (
-        flow(hs.Block(heads(), mlp(), placement=hs.fields.PreNorm()), 2 * tokens()).residual_stream
+        flow(hs.Block(heads(), mlp(), placement=hs.fields.PreNorm()), 2 * tokens()).raw_states
     ),
     "events": lambda: flow(hs.SA(beta=1.0), events=[hs.solve.ClusterMerge(0.5)]).event_times[0],
     "resume": lambda: flow(hs.SA(beta=4.0)).resume(depth=0, states=tokens().flip(-1)).states,
@@ -111,7 +111,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "token_sampling_covariance": lambda: hs.observe.token_sampling_covariance(
         hs.SA(beta=1.0).kernel(tokens()), tokens()
     ),
-    "drift_and_swirl": lambda: hs.drift_and_swirl(flow(mlp())),
+    "mlp_force": lambda: hs.mlp_force(flow(mlp())),
     "kernel_statistics": lambda: hs.kernel_statistics(flow(hs.SA(beta=4.0))),
     "overview": lambda: hs.overview(flow(hs.SA(beta=4.0))),
     "inner_product_histogram": lambda: hs.observe.inner_product_histogram(flow(hs.SA(beta=4.0)), bins=64),

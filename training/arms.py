@@ -9,7 +9,7 @@ and prompt:
 
     aligned_pair_share    share of the inner products <x_i, x_j> above 0.8, 0.9 and 0.99, over pairs of tokens that have
                           different ids and are at least 16 positions apart
-    inner_product         mean over the same pairs
+    mean_inner_product         mean over the same pairs
     participation_ratio   (sum s^2)^2 / sum s^4, s the singular values of the matrix X of the tokens x
     effective_rank          exp(-sum p log p), p = s / sum s
     collapse_residual_frobenius   |X - 1 xbar^T| / |X| in Frobenius norms: the distance to the mean token
@@ -49,7 +49,7 @@ APART = 16  # positions
 CLOSED = 0.1
 CLOUD_MEASURES = (
     "aligned_pair_share",
-    "inner_product",
+    "mean_inner_product",
     "participation_ratio",
     "effective_rank",
     "collapse_residual_frobenius",
@@ -137,7 +137,7 @@ def _measure_cloud(x: Tensor, pairs: Tensor) -> dict[str, Tensor]:
     p = singular / singular.sum(-1, keepdim=True)
     return {
         "aligned_pair_share": torch.stack([((gram > level) & pairs).sum((-1, -2)) / count for level in LEVELS]),
-        "inner_product": (gram * pairs).sum((-1, -2)) / count,
+        "mean_inner_product": (gram * pairs).sum((-1, -2)) / count,
         "participation_ratio": eigenvalues.sum(-1) ** 2 / (eigenvalues**2).sum(-1),
         "effective_rank": torch.exp(torch.special.entr(p).sum(-1)),
         "collapse_residual_frobenius": torch.linalg.vector_norm(x - x.mean(1, keepdim=True), dim=(-1, -2))

@@ -27,8 +27,8 @@ DIMS = {
     "gate_sparsity": ("layer", "share of pre-activations below 0"),
     "radius": ("depth", "mean length of the residual stream without its mean"),
     "entropy": ("layer", "head", "entropy of attention rows, nats"),
-    "inner_product": ("depth", "mean inner product of two tokens"),
-    "share_above": ("depth", "share of inner products above 0.9"),
+    "mean_inner_product": ("depth", "mean inner product of two tokens"),
+    "aligned_pair_share": ("depth", "share of inner products above 0.9"),
 }
 SAMPLES = 20
 
@@ -42,9 +42,15 @@ def history(folder: Path) -> xr.Dataset:
     for name, (*dims, label) in DIMS.items():
         data[name] = (("step", *dims), np.stack([snapshot[name] for snapshot in snapshots]), {"long_name": label})
     curve = json.loads((folder / "final" / "training.json").read_text())["curve"]
-    data["training_loss"] = ("looked", [row[1] for row in curve], {"long_name": "mean loss since the last look, nats"})
-    data["validation_loss"] = ("looked", [row[2] for row in curve], {"long_name": "validation loss, nats"})
-    return data.assign_coords(looked=("looked", [row[0] for row in curve], {"long_name": "training step"}))
+    data["training_loss"] = (
+        "evaluation_step",
+        [row[1] for row in curve],
+        {"long_name": "mean training loss since the previous evaluation, nats"},
+    )
+    data["validation_loss"] = ("evaluation_step", [row[2] for row in curve], {"long_name": "validation loss, nats"})
+    return data.assign_coords(
+        evaluation_step=("evaluation_step", [row[0] for row in curve], {"long_name": "training step"})
+    )
 
 
 def write_tokenizer(source: Path, folder: Path) -> None:

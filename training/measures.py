@@ -53,8 +53,8 @@ def measure(model: Any, ids: Tensor) -> dict[str, Tensor]:
         "gate_sparsity": torch.stack([layer.float().mean() for layer in negative]),
         "radius": states.norm(dim=-1).mean((1, 2)),
         "entropy": torch.stack([torch.special.entr(layer.float()).sum(-1).mean((0, 2)) for layer in attentions]),
-        "inner_product": inner[..., off_diagonal].mean((1, 2)),
-        "share_above": (inner[..., off_diagonal] > 0.9).float().mean((1, 2)),
+        "mean_inner_product": inner[..., off_diagonal].mean((1, 2)),
+        "aligned_pair_share": (inner[..., off_diagonal] > 0.9).float().mean((1, 2)),
     }
     return {name: value.float().cpu().contiguous() for name, value in values.items()}
 

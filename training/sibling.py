@@ -33,7 +33,7 @@ CLOUD = ("arm", "depth", "prompt")
 # dimensions after "step", rounding of the stored values (small against their standard deviation over prompts), label
 VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
     "aligned_pair_share": (("arm", "depth", "level", "prompt"), 2e-4, "share of inner products above a level"),
-    "inner_product": (CLOUD, 1e-3, "mean inner product of two tokens"),
+    "mean_inner_product": (CLOUD, 1e-3, "mean inner product of two tokens"),
     "participation_ratio": (CLOUD, 0.05, "effective rank of the tokens, participation ratio"),
     "effective_rank": (CLOUD, 0.5, "effective rank of the tokens, exponential of an entropy"),
     "collapse_residual_frobenius": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),
@@ -109,7 +109,7 @@ def history(folder: Path, texts: list[int], tokens: dict[str, Any]) -> Any:
         "pairs": f"tokens of one prompt with different ids, at least {APART} positions apart",
         "arms": "attention alone: every MLP writes 0; MLP alone: attention writes 0; neither: both write 0",
         "depth_axis": "half-layers: 0 the first block's input, 2l + 1 after attention of layer l, 2l + 2 after its MLP",
-        "swirl": JACOBIAN,
+        "antisymmetric_share": JACOBIAN,
         "arithmetic": "float32 forward, float64 measures; training in bfloat16 autocast",
         "torch": facts["torch"],
         "device": facts["device"],

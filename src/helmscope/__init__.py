@@ -5,7 +5,7 @@ claims with tests that can fail. Names are imported on first use. Most users nee
 
     simulate   integrate, Uniform, SA, USA, MLP, Block, phase_diagram, equiangular, hitting_time
     record     load, record, next_token_loss, token_logits, Edit, Site
-    measure    measure, overview, track, two_nn, drift_and_swirl, logit_lens_kl, kernel_statistics
+    measure    measure, overview, track, two_nn, mlp_force, logit_lens_kl, kernel_statistics
     judge      Subject, run_trial, Verdict
     show       plot, summary, reduce_replicates, paired_difference
 
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from helmscope.observe import rank as rank
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.dimension import two_nn as two_nn
-    from helmscope.observe.drift_and_swirl import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     from helmscope.observe.lens import logit_lens_kl as logit_lens_kl
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.measure import measure as measure
+    from helmscope.observe.mlp_force import mlp_force as mlp_force
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.phase import phase_diagram as phase_diagram

@@ -250,7 +250,7 @@ def test_a_claim_about_models_has_the_control_of_blocks_that_write_nothing(name:
     assert own or name == by_norms or "true by construction" not in control.expected
 
 
-CONTROLLED = {  # controls that two arms of one forward could not fail, and the condition that they are about
+CONTROLLED = {  # controls that two arms of one forward pass could not fail, and the condition that they are about
     "mlp-prevents": "growth of attention alone",
 }
 

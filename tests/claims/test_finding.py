@@ -141,8 +141,8 @@ def test_the_sample_size_of_layers_uses_their_scale() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Finding(evidence=[1.0], data=None), "evidence is a list, but it must be an Evidence | Mapping"),
-        (lambda: Finding(evidence=Count, data=None), "evidence is a Count, but it must be an Evidence | Mapping"),
+        (lambda: Finding(evidence=[1.0], data=None), "evidence is a list, but it must be evidence such as Count"),
+        (lambda: Finding(evidence=Count, data=None), "evidence is the class Count, but it must be evidence"),
         (lambda: Finding(evidence={"x": 3}, data=None), "evidence['x'] is an int, but it must be evidence, such as"),
         (lambda: Finding(evidence={3: Count(1, 2)}, data=None), "evidence has the key 3, but its keys must be names"),
         (lambda: Finding(evidence=Count(1, 2), data=None, controls=Count(1, 2)), "controls is a Count, but it must be"),

@@ -112,11 +112,14 @@ def test_identities_alone_are_true_by_construction() -> None:
 @pytest.mark.parametrize(
     ("finding", "sentence"),
     [
-        ({"evidence": HOLDS}, "returned the controls none, but my-claim.toml has 'V = -I'"),
-        ({"evidence": HOLDS, "controls": {"V = I": HOLDS}}, "returned the controls 'V = I', but my-claim.toml has 'V"),
+        ({"evidence": HOLDS}, "returned no controls, but my-claim.toml names 'V = -I'"),
+        (
+            {"evidence": HOLDS, "controls": {"V = I": HOLDS}},
+            "returned the controls 'V = I', but my-claim.toml names",
+        ),
         (
             {"evidence": {"shar": HOLDS}, "controls": FAILS},
-            "returned the conditions 'shar', but my-claim.toml has 'share'",
+            "returned the conditions 'shar', but my-claim.toml names 'share'",
         ),
         ({"evidence": HOLDS, "controls": FAILS, "printed": HOLDS}, "tests what is printed, but the entry gives it no"),
     ],
@@ -129,7 +132,7 @@ def test_conditions_and_controls_are_those_of_the_entry(finding: dict[str, objec
 def test_an_error_names_the_file_of_the_experiment() -> None:
     for finding, sentence in (
         ({"share": 1.0}, "experiment of 'my-claim' in mine.py returned a dict, but it must return a Finding"),
-        (Finding(evidence=HOLDS), "experiment of 'my-claim' in mine.py returned the controls none, but my-claim.toml"),
+        (Finding(evidence=HOLDS), "experiment of 'my-claim' in mine.py returned no controls, but my-claim.toml"),
     ):
         with pytest.raises(HelmscopeError, match=sentence):
             judge(ENTRY, finding, file="mine.py")

@@ -98,7 +98,7 @@ def test_prompts_of_all_trials_have_distinct_first_tokens(
         recorded.append(texts)
         raise HelmscopeError("far enough")
 
-    monkeypatch.setattr(Subject, "recording_of", stop)
+    monkeypatch.setattr(Subject, "record", stop)
     monkeypatch.setattr(Subject, "unmet_premise", lambda self, *parts, **needs: None)  # which records a few texts
     with pytest.raises(HelmscopeError, match="far enough"):
         run_trial(claim, quick=True, subject=Subject(model))
@@ -166,7 +166,7 @@ def test_without_premises_one_refuted_condition_refutes() -> None:
 
 def test_a_shortage_leaves_open_what_was_measured() -> None:
     entry = parse_entry('statement = "Tokens meet."\nconditions = [{ low = 0.5 }]', "mine.toml")
-    verdict = judge(entry, Finding(evidence=Replicates([0.9, 0.91, 0.92]), shortage="the prompts begin alike"))
+    verdict = judge(entry, Finding(evidence=Replicates([0.9, 0.91, 0.92]), undecided_because="the prompts begin alike"))
     assert (verdict.ruling, verdict.conditions[0].ruling) == (Ruling.INCONCLUSIVE, Ruling.INCONCLUSIVE)
     assert verdict.interval is not None
     assert verdict.sentence.startswith("Nothing is decided: the prompts begin alike. Inconclusive (mine): 0.91 [")

@@ -119,7 +119,7 @@ def test_experiments_use_only_public_names(path: Path) -> None:
 
 
 def test_samples_of_a_case_depend_only_on_its_seed() -> None:
-    assert torch.equal(TrialCase(3).normal(4, stream=1), TrialCase(3).normal(4, stream=1))
+    assert torch.equal(TrialCase(3).normal(4, index=1), TrialCase(3).normal(4, index=1))
     seeds = {TrialCase(seed).seed_for(k) for seed in range(20) for k in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**32 for seed in seeds)

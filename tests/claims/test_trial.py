@@ -101,8 +101,8 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
     ("claim", "sentence"),
     [
         ("kuramto", "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        ("zzzz", "for a claim of your own pass its folder: folder=, or --from"),
-        ("bridge-is-minimal", "bridge-is-minimal.toml has no experiment: no function is decorated with"),
+        ("zzzz", "for your own claim pass `claims_folder=`"),
+        ("bridge-is-minimal", "claim 'bridge-is-minimal' has no experiment yet: `helmscope claims list` shows which"),
     ],
 )
 def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:

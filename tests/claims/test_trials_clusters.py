@@ -113,7 +113,7 @@ def test_the_horizon_is_a_multiple_of_the_quadrature() -> None:
 
 def test_angles_integrated_by_scipy_end_in_one_cluster_too() -> None:
     setting = one_cluster._Setting("small beta", 0.125, 8, 2, 10)
-    x = retract(TrialCase(0, quick=True).normal(64, 8, 2, stream=1))[:3]
+    x = retract(TrialCase(0, quick=True).normal(64, 8, 2, index=1))[:3]
 
     def turning(_: float, theta: np.ndarray) -> np.ndarray:
         apart = theta[None, :] - theta[:, None]

@@ -114,7 +114,7 @@ def test_the_numbers_of_finite_time() -> None:
 
 
 def test_one_beta_per_start_is_the_field_of_that_beta() -> None:
-    x = retract(TrialCase().normal(3, 5, 4, stream=0))
+    x = retract(TrialCase().normal(3, 5, 4, index=0))
     betas = torch.tensor([0.01, 1.0, 3.0], dtype=F64)
     velocities = finite_time.unit_rate_usa(betas, 4)(x)
     for beta, tokens, velocity in zip(betas.tolist(), x, velocities, strict=True):
@@ -173,7 +173,7 @@ def test_the_gap_follows_the_closed_form_down_to_1e_24(name: str) -> None:
 
 
 def test_the_gap_is_the_mean_over_pairs() -> None:
-    x = retract(TrialCase().normal(1, 5, 4, stream=0))
+    x = retract(TrialCase().normal(1, 5, 4, index=0))
     pairs = [1 - float(x[0, i] @ x[0, j]) for i in range(5) for j in range(5) if i != j]
     start = torch.zeros(1, dtype=F64)
     assert finite_time.gaps(SA(beta=1.0), x, start).item() == pytest.approx(np.mean(pairs), abs=1e-14)
@@ -284,7 +284,7 @@ def test_the_pace_runs_from_the_orthogonal_start_to_that_of_the_cluster(kind, fi
 
 def test_the_pace_along_the_path_is_the_slope_of_the_log() -> None:
     """The pace from velocities against the difference quotient of log(1 - m) of a fine run."""
-    x = retract(TrialCase().normal(1, 6, 6, stream=0) + 0.3)
+    x = retract(TrialCase().normal(1, 6, 6, index=0) + 0.3)
     pace = steady_order._pace_over_unit_time(SA(beta=2.0), x)[:, 0]
     h = 1e-3
     for fraction, expected in zip(steady_order.FRACTIONS[1:], pace[1:].tolist(), strict=True):

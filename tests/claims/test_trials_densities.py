@@ -59,7 +59,7 @@ def test_the_ruling_is_as_expected_and_every_control_holds(claim: str) -> None:
 
 def test_harmonic_sums_and_their_derivative_are_those_of_cosines_and_sines() -> None:
     t = torch.linspace(0, 6, 7, dtype=F64)
-    coefficients = random_harmonics(TrialCase(seed=3), 4, 3, stream=0)
+    coefficients = random_harmonics(TrialCase(seed=3), 4, 3, index=0)
     points = torch.stack([t.cos(), t.sin()], -1)
     k = torch.arange(1, 4)[:, None]
     cos, sin = (k * t).cos(), (k * t).sin()

@@ -74,7 +74,7 @@ def test_the_picture(trial):
 
 def test_the_number_by_another_flow_and_another_count(trial):
     """RK4 instead of the adaptive stepper, and SciPy's linkage instead of a mixture."""
-    x0 = retract(TrialCase(quick=True).normal(32, 64, 2, stream=0))
+    x0 = retract(TrialCase(quick=True).normal(32, 64, 2, index=0))
     states = integrate(SA(beta=9.0), x0, times=[8.0], stepper=RK4(h=0.1)).states[0]
     angles = [np.arccos(np.clip((x @ x.T).numpy()[np.triu_indices(len(x), 1)], -1, 1)) for x in states]
     counts = [hierarchy.fcluster(hierarchy.single(a), 0.1, "distance").max() for a in angles]
@@ -85,7 +85,7 @@ def test_the_number_by_another_flow_and_another_count(trial):
 
 def test_bic_by_scipy():
     """On the circle the law is SciPy's von Mises; 3 k - 1 parameters."""
-    x0 = retract(TrialCase(quick=True).normal(4, 64, 2, stream=0))
+    x0 = retract(TrialCase(quick=True).normal(4, 64, 2, index=0))
     states = integrate(SA(beta=9.0), x0, times=[4.0], stepper=RK4(h=0.1)).states[0]
     fitted = vmf_mixture(states, max_components=8, max_kappa=1e3)
     for i, x in enumerate(states):

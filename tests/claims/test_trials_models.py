@@ -196,24 +196,24 @@ def test_a_token_that_begins_all_texts_is_not_their_first() -> None:
     assert (len(texts), firsts) == (32, 32)
 
 
-def test_centred_states_against_a_loop() -> None:
+def test_centered_states_against_a_loop() -> None:
     generator = torch.Generator().manual_seed(0)
     states = retract(torch.randn(2, 3, 6, 4, generator=generator, dtype=torch.float64))
-    centred = tokens_cluster._centred(Trajectory(torch.arange(2.0), states)).states
+    centered = tokens_cluster._centered(Trajectory(torch.arange(2.0), states)).states
     for depth in range(2):
         for prompt in range(3):
             x = states[depth, prompt].numpy()
             y = x - x[1:].mean(0)
             np.testing.assert_allclose(
-                centred[depth, prompt].numpy(), y / np.linalg.norm(y, axis=1, keepdims=True), atol=1e-14
+                centered[depth, prompt].numpy(), y / np.linalg.norm(y, axis=1, keepdims=True), atol=1e-14
             )
 
 
 def test_clustering_without_ranks_is_the_same_otherwise() -> None:
     path = Trajectory(torch.zeros(1), retract(torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))))
     plain, full = (cloud_statistics(path, gap=1, ranks=ranks) for ranks in (False, True))
-    assert set(plain.data_vars) == {"aligned_pair_share", "inner_product"}
-    assert plain.identical(full[["aligned_pair_share", "inner_product"]])
+    assert set(plain.data_vars) == {"aligned_pair_share", "mean_inner_product"}
+    assert plain.identical(full[["aligned_pair_share", "mean_inner_product"]])
 
 
 def test_a_paired_difference_has_its_sign_flips() -> None:
@@ -300,7 +300,7 @@ def test_figure_1_as_printed_against_plain_counts(short: tuple[Trial, ...], subj
     ids = loaded.tokenizer(" ".join(subject.texts))["input_ids"][:256]
     with torch.no_grad():
         out = loaded.model(input_ids=torch.tensor([ids]), output_hidden_states=True)
-    last = subject.recording_of([ids]).stream(depth=24)[0].double()
+    last = subject.record([ids]).residual_stream(depth=24)[0].double()
     shares = {}
     for depth, states in ((12, out.hidden_states[6][0].double()), (24, last)):
         unit = states / torch.tensor([[math.sqrt(sum(float(c) ** 2 for c in token))] for token in states])

@@ -142,7 +142,7 @@ def test_numbers_of_norm_confines() -> None:
 def test_averages_of_unit_tokens_by_plain_loops() -> None:
     """Near 1 / sqrt n at so small a beta, and as the remark says."""
     for n in (2, 8):
-        x = TrialCase(quick=True).normal(128, n, 16, stream=500 + n)
+        x = TrialCase(quick=True).normal(128, n, 16, index=500 + n)
         lengths = []
         for cloud in (x / x.norm(dim=-1, keepdim=True)).numpy():
             for token in cloud:
@@ -253,7 +253,7 @@ def test_richardsons_rule_on_a_known_series() -> None:
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
 def test_radial_eigenvalues_in_30_digits(eps: float) -> None:
     """<x, J x> = d/dr <x, N(r x)> at r = |y|, x the direction that the norm keeps."""
-    y = TrialCase(7).normal(6, stream=0)
+    y = TrialCase(7).normal(6, index=0)
     with mpmath.workdps(30):
         vector = [mpmath.mpf(float(each)) for each in y]
         for norm, part in ((RMSNorm(eps=eps), vector), (LayerNorm(eps=eps), [v - sum(vector) / 6 for v in vector])):
@@ -267,9 +267,9 @@ def test_radial_eigenvalues_in_30_digits(eps: float) -> None:
 def test_outputs_are_the_sums_that_a_linear_program_finds_weights_for() -> None:
     """A causal head by plain loops, and every output among the convex combinations of the values that it sees."""
     case = TrialCase(3)
-    (head, value), x = convex_hull._random_head(case, 1, 4.0, True, 3, low_rank=False), case.normal(7, 3, stream=0)
+    (head, value), x = convex_hull._random_head(case, 1, 4.0, True, 3, low_rank=False), case.normal(7, 3, index=0)
     x = x / x.norm(dim=-1, keepdim=True)
-    out, values, form = head.ambient(x), (x @ value.mT).numpy(), case.normal(2, 3, 3, stream=1)[0]
+    out, values, form = head.ambient(x), (x @ value.mT).numpy(), case.normal(2, 3, 3, index=1)[0]
     for i in range(7):
         weights = np.array([math.exp(4.0 * float(x[i] @ form @ x[j])) for j in range(i + 1)])
         looped = weights @ values[: i + 1] / weights.sum()
@@ -285,7 +285,7 @@ def test_radii_by_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = norm_confines._norms(case)[1]
     gain, d, hidden = norm.gain.numpy(), case.constant("dim"), case.constant("hidden")
     seen = norm_confines._run(case, norm, 12, None, 2)
-    start = case.normal(2, 8, d, stream=312)[1].numpy()
+    start = case.normal(2, 8, d, index=312)[1].numpy()
 
     def normed(y: np.ndarray) -> np.ndarray:
         return gain * y / np.sqrt((y**2).mean(-1, keepdims=True))
@@ -300,7 +300,7 @@ def test_radii_by_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     after, bare = normed(start), normed(start) / gain
     stream = bare
-    for layer, weights in enumerate(case.normal(3, d + 2 * hidden, d, stream=12).numpy()):
+    for layer, weights in enumerate(case.normal(3, d + 2 * hidden, d, index=12).numpy()):
         v, w_in, w_out = weights[:d], weights[d : d + hidden], weights[d + hidden :]
         after = normed(after + attended(after, v))
         after = normed(after + pushed(after, w_in, w_out))

@@ -174,7 +174,7 @@ def test_one_layer_changes_the_energy_as_by_hand() -> None:
 
 
 def test_the_path_of_the_energy_is_scipys() -> None:
-    x = TrialCase().normal(3, 3, stream=0)
+    x = TrialCase().normal(3, 3, index=0)
     x = retract(x)
     beta = 4.0
 

@@ -32,7 +32,7 @@ def test_orders_of_layer_null_block_and_single_layer() -> None:
 def test_the_order_of_a_start_by_plain_loops_and_scipy() -> None:
     case = registered_case("residual-flow", quick=True)
     n, dim = case.constant("tokens"), case.constant("dim")
-    x = retract(case.normal(residual_flow.STARTS, n, dim, stream=0))[0].numpy()
+    x = retract(case.normal(residual_flow.STARTS, n, dim, index=0))[0].numpy()
 
     def pull(y: np.ndarray) -> np.ndarray:
         weight = np.exp(2.0 * y @ y.T)
@@ -98,7 +98,7 @@ def test_residual_flow_notices_a_field_that_is_not_the_layers(monkeypatch: pytes
 
 def test_the_defect_is_that_of_the_modules_themselves() -> None:
     """f(x + f(x)/2) by calling the norm and the half of the block directly."""
-    recording = Subject("A").recording_of([row[:8] for row in Subject("A").token_ids[:3]])
+    recording = Subject("A").record([row[:8] for row in Subject("A").token_ids[:3]])
     block = recording.anatomy.model.transformer.h[2]
     mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
 
@@ -110,7 +110,7 @@ def test_the_defect_is_that_of_the_modules_themselves() -> None:
 
     with torch.no_grad():
         for depth, half in ((4, attention), (5, mlp)):
-            x = recording.stream(depth=depth)
+            x = recording.residual_stream(depth=depth)
             whole = half(x)
             change = torch.linalg.vector_norm(half(x + whole / 2) - whole, dim=-1)
             due = (change / (2 * torch.linalg.vector_norm(whole, dim=-1))).mean(-1)

@@ -78,12 +78,12 @@ def test_a_model_that_is_not_tied_cannot_be_looped_on() -> None:
 
 def test_a_looped_model_against_plain_angles() -> None:
     case = registered_case("settles", quick=True, subject=Subject("tied"))
-    recording = Subject("tied").looped(4).recording_of([row[:6] for row in Subject("tied").token_ids[:3]])
+    recording = Subject("tied").looped(4).record([row[:6] for row in Subject("tied").token_ids[:3]])
     states = recording.trajectory.states.double().numpy()
     moved = settles._moved_per_loop(recording)
     first, second = states[2, 1], states[4, 1]
     assert moved[1, 1].item() == pytest.approx(np.arccos((first * second).sum(-1)).mean(), rel=1e-4)
-    noise = case.normal(3, states.shape[-1], stream=0)
+    noise = case.normal(3, states.shape[-1], index=0)
     exponents = settles._loop_exponents(recording, 4, noise, 1e-3)
     assert exponents.shape == (3,)
     assert exponents.isfinite().all()

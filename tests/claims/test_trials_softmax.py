@@ -71,7 +71,7 @@ def test_dot_products_have_the_distribution_of_those_of_vectors() -> None:
         torch.randn(4_000, 8, 64, generator=generator, dtype=F64),
     )
     vectors = (q * k).sum(-1)
-    fast = module.dot_products(TrialCase(), 1, 4_000, 8, 64, stream=0)[0]
+    fast = module.dot_products(TrialCase(), 1, 4_000, 8, 64, index=0)[0]
     for statistic in (lambda s: s[:, 0].abs(), lambda s: s.square().mean(-1), lambda s: module.jacobian_norm(s / 8)):
         assert stats.ks_2samp(statistic(vectors).numpy(), statistic(fast).numpy()).pvalue > 1e-3
 
@@ -98,8 +98,8 @@ def test_a_factor_that_is_too_weak_refutes_the_claim(monkeypatch: pytest.MonkeyP
     """Vectors whose length grows like d are not tamed by 1/sqrt(d)."""
     original = module.dot_products
 
-    def longer(case, seeds, queries, keys, dim, *, stream):
-        return dim**0.5 * original(case, seeds, queries, keys, dim, stream=stream)
+    def longer(case, seeds, queries, keys, dim, *, index):
+        return dim**0.5 * original(case, seeds, queries, keys, dim, index=index)
 
     monkeypatch.setattr(module, "dot_products", longer)
     assert run_trial("stable-softmax", quick=True).verdict.conditions[0].ruling is REFUTED

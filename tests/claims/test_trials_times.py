@@ -149,7 +149,7 @@ def test_the_order_of_the_times_is_that_of_a_quadrature() -> None:
 
 
 def test_a_cloud_carried_by_scipy_merges_at_the_same_time() -> None:
-    noise = TrialCase(0, quick=True).normal(32, 2, 16, 3, stream=0)
+    noise = TrialCase(0, quick=True).normal(32, 2, 16, 3, index=0)
     start = metastability._clusters(0.5, 0.01 * noise, n=16)[:2]
     assert start[:, :8] == pytest.approx(retract(torch.tensor([1.0, 0, 0]) + 0.01 * noise[:2, 0, :8]), abs=1e-15)
 
@@ -232,7 +232,7 @@ def test_the_causal_mask_takes_twice_the_time_for_two_tokens() -> None:
 
 
 def test_times_means_and_spread_by_plain_loops() -> None:
-    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, stream=0))[:2]
+    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, index=0))[:2]
     field = SA(beta=1.0, causal=True)
     run = encoder_decoder._Run.of(field, x, 0.9, 10.0)
     path = encoder_decoder._Path.of(field, x, run.time)
@@ -297,7 +297,7 @@ def test_other_starts_break_a_control_of_encoder_decoder(monkeypatch: pytest.Mon
 
 
 def test_runs_that_the_horizon_cuts_off_are_counted() -> None:
-    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, stream=0))
+    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, index=0))
     times = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x, 0.9, 40.0).time
     middle = float(times.median()) + 0.01
     cut = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x, 0.9, middle)

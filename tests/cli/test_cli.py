@@ -89,7 +89,7 @@ def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     assert manifest.helmscope == hs.__version__
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": [0.0, 0.5, 1.0]}
     chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": None, "step": None}
-    defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
+    defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "max_angle": 0.1}
     assert dict(manifest.parameters) == given | chosen | defaults | {"summation": "auto", "summations": "Dense"}
     assert set(manifest.inputs) == {"start"}
 
@@ -146,7 +146,7 @@ def test_every_option_reaches_the_library(helmscope, words, field, start, option
 @pytest.mark.usefixtures("no_picture")
 def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     helmscope(
-        "simulate", *SMALL, "--times", "0:2:5", "--dtype", "float32", "--delta", "0.5", "--radius", "1", "--out", "a"
+        "simulate", *SMALL, "--times", "0:2:5", "--dtype", "float32", "--delta", "0.5", "--max-angle", "1", "--out", "a"
     )
     states = hs.store.RunFolder.open("a").read_results("trajectory")
     assert states.states.dtype == np.float32
@@ -154,7 +154,7 @@ def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     seen = hs.store.RunFolder.open("a").read_results("overview")
     cloud = torch.tensor(states.states.values)
     assert seen.close_pair_share.values.tolist() == hs.observe.close_pair_share(cloud, delta=0.5).double().tolist()
-    assert seen.cluster_count.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
+    assert seen.cluster_count.values.tolist() == hs.cluster_count(cloud, max_angle=1.0).double().tolist()
 
 
 def test_text_output_and_the_default_folder(helmscope, tmp_path):
@@ -279,8 +279,8 @@ REFUSED = {
     "--merge 0.1 --causal": "merge is 0.1",
     "--delta -1": "delta is -1.0",
     "--delta nan": "delta is nan",
-    "--radius -1": "radius is -1.0",
-    "--radius inf": "radius is inf",
+    "--max-angle -1": "max_angle is -1.0",
+    "--max-angle inf": "max_angle is inf",
     "--nu -1": "nu is -1.0",
     "--nu nan": "nu is nan",
     "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise requires euler-maruyama, stochastic-heun or noisy-layer",

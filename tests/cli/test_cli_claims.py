@@ -167,7 +167,7 @@ def test_the_same_claim_in_full(helmscope, tmp_path):
         (
             '"the starts": start',
             '"starts": start',
-            "experiment of 'tokens-gather' in gather.py returned the controls 'starts', but tokens-gather.toml has",
+            "experiment of 'tokens-gather' in gather.py returned the controls 'starts', but tokens-gather.toml names",
         ),
         (
             "return hs.claims.Finding(evidence=end",
@@ -202,7 +202,7 @@ def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monke
     ("words", "sentence"),
     [
         (["kuramto"], "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        (["bridge-is-minimal"], "bridge-is-minimal.toml has no experiment: no function is decorated with"),
+        (["bridge-is-minimal"], "claim 'bridge-is-minimal' has no experiment yet: `helmscope claims list` shows which"),
         (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
         (["kuramoto", "--workers", "0"], "workers is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),

@@ -95,10 +95,10 @@ OPTIONS = {
         grid=ZonalGrid(dim=8, degree=16), noise=along_axis(0.4, dim=8, process=hs.noise.DivergenceForm())
     ),
     "--field force": lambda: by_library(lambda x: torch.eye(x.shape[-1]).to(x)[0].expand_as(x)),
-    "--field force --height -0.5 --dim 8": lambda: by_library(
+    "--field force --strength -0.5 --dim 8": lambda: by_library(
         lambda x: -0.5 * torch.eye(x.shape[-1]).to(x)[0].expand_as(x), grid=ZonalGrid(dim=8, degree=16)
     ),
-    "--field force --height 0 --swirl 0.7": lambda: by_library(
+    "--field force --strength 0 --swirl 0.7": lambda: by_library(
         lambda x: 0.7 * torch.stack([-x[..., 1], x[..., 0]], -1)
     ),
 }
@@ -125,7 +125,20 @@ def test_every_option_reaches_the_library(helmscope, words):
 @pytest.mark.usefixtures("no_picture")
 def test_a_mode_of_the_uniform_density_grows_at_its_rate(helmscope):
     """k (k + d - 2) (lambda_k / beta - nu), the closed form, at k = 2 on the circle."""
-    words = ("--mode", "2", "--perturbation", "3e-5", "--times", "0,2", "--beta", "4", "--nu", "0.1", "--tol", "1e-14")
+    words = (
+        "--perturbation-degree",
+        "2",
+        "--perturbation",
+        "3e-5",
+        "--times",
+        "0,2",
+        "--beta",
+        "4",
+        "--nu",
+        "0.1",
+        "--tol",
+        "1e-14",
+    )
     assert helmscope(*SMALL, *words, "--out", "run")[0] == 0
     modes = hs.store.RunFolder.open("run").read_results("density").modes.values
     (k,) = np.flatnonzero(np.abs(modes[0]) > 1e-8)[1:]
@@ -206,9 +219,9 @@ def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     assert manifest.command == ("helmscope", *SMALL, "--out", "run")
     assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (0, "float64", "cpu", 1)
     given = {"field": "sa", "beta": 1.0, "nu": 0.2, "degree": 16, "times": [0.0, 0.5, 1.0]}
-    filled = {"value": 1.0, "start": "uniform", "perturbation": 0.1, "mode": 1, "kappa": None}
+    filled = {"value": 1.0, "start": "uniform", "perturbation": 0.1, "perturbation_degree": 1, "kappa": None}
     rest = {"dim": 2, "zonal": False, "positive": False, "tol": 1e-9}
-    absent = dict.fromkeys(("height", "swirl", "nu_axis", "process"))
+    absent = dict.fromkeys(("strength", "swirl", "nu_axis", "process"))
     assert dict(manifest.parameters) == given | filled | rest | absent
     assert set(manifest.inputs) == {"start"}
 
@@ -245,7 +258,7 @@ def test_the_picture_of_a_force_names_it(helmscope, tmp_path):
 
 
 REFUSED = {
-    "--height 1": "height is 1, but the field 'sa' is not a force: omit it",
+    "--strength 1": "strength is 1, but the field 'sa' is not a force: omit it",
     "--field force": "beta is 1, but the field 'force' has no attention: omit it",
     "--process ito": "process is 'ito', but it makes a difference for anisotropic noise only",
     "--nu-axis 0.1 --process itos": "unknown process 'itos': did you mean 'ito'?",
@@ -261,8 +274,8 @@ REFUSED = {
     "--kappa 2": "kappa is 2, but it belongs to the start 'vmf', not to 'uniform'",
     "--perturbation 1.5": "perturbation is 1.5, but it must be in [-1, 1]",
     "--perturbation 1 --positive": "with positive=True it must be above",
-    "--mode 17": "mode is 17, but it must be at most degree, 16",
-    "--mode 0": "mode is 0, but it must be a whole number >= 1",
+    "--perturbation-degree 17": "perturbation_degree is 17, but it must be at most degree, 16",
+    "--perturbation-degree 0": "perturbation_degree is 0, but it must be a whole number >= 1",
     "--dim 1": "dim is 1, but it must be a whole number >= 2",
     "--dim 4 --no-zonal": "in more than 3 dimensions only zonal densities can be evolved: set zonal to true",
     "--degree 0": "degree is 0",

@@ -15,7 +15,7 @@ from helmscope.cli.measure_table import quantities
 from helmscope.jobs import MeasurementSpec, names, read_spec, run
 from helmscope.jobs.measure import join_measurements, split_measurements
 from helmscope.models.subject import Subject
-from helmscope.observe import measurement_names
+from helmscope.observe import intervention_names, measurement_names
 from support.model_families import inputs_of, tiny_model
 
 SMALL = ("measure", "A", "--text-count", "3", "--tokens", "8", "--out", "run")
@@ -29,15 +29,21 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, _ = helmscope("measure", "mine", *options)
     assert code == 0
     report = json.loads(out)
-    taken = [name for name in measurement_names() if name not in ("context_noise", "mlp_projection", "jko_layer")]
+    taken = [name for name in measurement_names() if name not in ("context_noise", "mlp_swirl_bound", "jko_step_test")]
     assert list(report["measured"]) == taken
-    assert "fewer than four prompts" in report["skipped"]["mlp_projection"]
+    assert "fewer than four prompts" in report["skipped"]["mlp_swirl_bound"]
     assert "context_noise" in report["skipped"]  # contexts come with the bundled models only: the next test has some
     files = {f"{name}.nc" for name in taken} | {"measurements.png", "spec.toml", "units.json"}
     assert files <= set(os.listdir(tmp_path / "run"))
     recording = hs.record(model, ids)
     stored = hs.store.RunFolder.open("run")
-    compared = ["kernel_statistics", "attention_noise_spectrum", "depth_flow", "mlp_weights", "transport_ratio"]
+    compared = [
+        "kernel_statistics",
+        "attention_diffusion_spectrum",
+        "perturbation_growth",
+        "mlp_weights",
+        "transport_ratio",
+    ]
     for name, expected in hs.measure(recording, only=compared, quick=True, seed=2).items():
         found = stored.read_results(name)
         assert set(found.data_vars) == set(expected.data_vars)
@@ -48,6 +54,38 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     assert row["value"] == pytest.approx(float(stored.read_results("depth_steps").angle.mean()), rel=1e-9)
     assert row["low"] < row["value"] < row["high"]
     assert row["n"] == 3
+
+
+def test_interventions_are_measured_when_they_are_asked_for(helmscope, tmp_path):
+    model, ids = tiny_model("gpt2"), inputs_of("gpt2", batch=6, n=16)
+    model.save_pretrained(tmp_path / "mine")
+    (tmp_path / "texts.json").write_text(json.dumps(ids.tolist()))
+    words = ("measure", "mine", "--texts", "texts.json", "--interventions", "--quick", "--json", "--out", "run")
+    code, out, err = helmscope(*words)
+    assert code == 0, err
+    assert "14 measurements of 6 texts: roughly" in err  # the estimate comes first
+    report = json.loads(out)
+    assert list(report["measured"]) == [name for name in intervention_names() if name != "sink_damage"]
+    assert "no head has a mean weight on the first token" in report["skipped"]["sink_damage"]
+    assert report["not_tried"]["cloud_projection"] == "more than 4 tokens of each prompt: not tried in quick"
+    folder = hs.store.RunFolder.open("run")
+    recording = hs.record(model, ids)
+    for name, expected in hs.measure(recording, only=["fourier_band_damage", "attention_sinks"], quick=True).items():
+        found = folder.read_results(name)
+        for variable in expected.data_vars:
+            assert np.allclose(found[variable].values, expected[variable].values, rtol=1e-4, atol=1e-5, equal_nan=True)
+        with open(tmp_path / "run" / f"{name}.csv", newline="") as file:
+            assert len(list(csv.DictReader(file))) > 0
+    assert (tmp_path / "run" / "measurements.png").stat().st_size > 10_000
+
+
+def test_the_texts_of_interventions_are_those_of_their_stated_cost():
+    spec = MeasurementSpec(interventions=True)
+    assert (spec.text_count, spec.tokens) == (32, 64)
+    assert (MeasurementSpec().text_count, MeasurementSpec().tokens) == (64, 128)
+    quick, full = (hs.jobs.estimate(MeasurementSpec(interventions=True, quick=quick)) for quick in (True, False))
+    assert quick.work == full.work == "14 measurements of 32 texts"
+    assert 5 < full.seconds / quick.seconds < 30
 
 
 def test_the_table_and_the_picture(helmscope, tmp_path):
@@ -93,6 +131,8 @@ def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
         (("--tokens", "1"), "tokens is 1"),
         (("--texts", "missing.txt"), "texts is 'missing.txt', but it cannot be read"),
         (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
+        (("--interventions", "--only", "arc_length"), "interventions is true and only is given, but only one of them"),
+        (("--only", "query_key_noises"), "did you mean 'query_key_noise'"),
     ],
 )
 def test_bad_input_exits_with_one_sentence(helmscope, options, said):
@@ -104,10 +144,13 @@ def test_bad_input_exits_with_one_sentence(helmscope, options, said):
 
 def test_completion_knows_all_measurements():
     assert measurement_names() == names.MEASUREMENTS
+    assert intervention_names() == names.INTERVENTIONS
 
 
 def test_measurements_joined_in_one_dataset_are_split_again():
-    measured = hs.measure(hs.record("A", ["Once upon a time", "The cat sat"]), only=["depth_flow", "kernel_statistics"])
+    measured = hs.measure(
+        hs.record("A", ["Once upon a time", "The cat sat"]), only=["perturbation_growth", "kernel_statistics"]
+    )
     again = split_measurements(join_measurements(measured))
     assert list(again) == list(measured)
     for name, each in measured.items():
@@ -133,9 +176,9 @@ def test_texts_of_different_lengths_and_what_needs_four_of_them(helmscope, tmp_p
     texts = ["Once upon a time there was a cat.", "The dog ran home.", "Lily had a red ball.", "Tom saw a big tree."]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     words = ("measure", "A", "--texts", "texts.txt", "--tokens", "6", "--quick", "--out", "run", "--json")
-    code, out, _ = helmscope(*words, "--only", "mlp_projection", "--only", "depth_steps")
+    code, out, _ = helmscope(*words, "--only", "mlp_swirl_bound", "--only", "depth_steps")
     assert code == 0
-    assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_projection"]
+    assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_swirl_bound"]
     recording = hs.record("A", [Subject("A").loaded.tokenizer.decode(row[:6]) for row in Subject("A", texts).token_ids])
     steps = hs.store.RunFolder.open("run").read_results("depth_steps")
     assert steps.angle.values == pytest.approx(hs.observe.depth_steps(recording).angle.values, rel=1e-4, nan_ok=True)
@@ -148,7 +191,8 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
     module = importlib.import_module("helmscope.observe.measure")
     monkeypatch.setattr(module, "depth_steps", fails)
     monkeypatch.setattr(module, "measurement_names", lambda: ("arc_length", "depth_steps"))
-    monkeypatch.setattr(module, "unsupported_measurements", lambda system: {"arc_length": None, "depth_steps": None})
+    both = {"arc_length": None, "depth_steps": None}
+    monkeypatch.setattr(module, "unsupported_measurements", lambda system, only=None: both)
     code, out, _ = helmscope(*SMALL, "--json")
     assert code == 0
     report = json.loads(out)
@@ -162,12 +206,12 @@ def test_a_measurement_that_fails_is_left_out_unless_it_is_asked_for(helmscope, 
 
 def test_cumulative_quantities_are_shown_at_the_last_depth():
     recording = hs.record(tiny_model("gpt2"), inputs_of("gpt2", batch=4))
-    only = ["arc_length", "depth_steps", "transport_ratio", "depth_flow", "free_energy_along_depth"]
+    only = ["arc_length", "depth_steps", "transport_ratio", "perturbation_growth", "free_energy_along_depth"]
     measured = hs.measure(recording, only=only, quick=True)
     at_end = {
         "depth_steps": {"arc_length", "net_angle"},
         "transport_ratio": {"ratio_from_start"},
-        "depth_flow": {"stretch"},
+        "perturbation_growth": {"stretch"},
     }
     at_end |= {"arc_length": {"arc_length"}}
     at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
@@ -185,7 +229,7 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
 
 
 def test_every_measurement_has_a_table(helmscope, tmp_path):
-    names = ["arc_length", "attention_noise", "mlp_weights", "mlp_entropy_change"]
+    names = ["arc_length", "attention_diffusion", "mlp_weights", "mlp_entropy_change"]
     code, out, _ = helmscope(*SMALL, "--quick", *(part for name in names for part in ("--only", name)))
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
@@ -213,4 +257,4 @@ def test_every_measurement_has_a_table(helmscope, tmp_path):
             "total_nu_token_sampling",
             "layer",
             "head",
-        } <= set(rows[0]) or name != "attention_noise"
+        } <= set(rows[0]) or name != "attention_diffusion"

@@ -72,12 +72,12 @@ def plain_norm(norm, y):
     if isinstance(norm, UnitNorm):
         return unit(y)
     mean = math.fsum(y) / len(y) if isinstance(norm, LayerNorm) else 0.0
-    centred = [a - mean for a in y]
-    scale = math.sqrt(math.fsum(a * a for a in centred) / len(y) + norm.eps)
+    centered = [a - mean for a in y]
+    scale = math.sqrt(math.fsum(a * a for a in centered) / len(y) + norm.eps)
     gain = [1.0] * len(y) if norm.gain is None else norm.gain.tolist()
     bias = getattr(norm, "bias", None)
     shift = [0.0] * len(y) if bias is None else bias.tolist()
-    return [g * a / scale + b for g, a, b in zip(gain, centred, shift, strict=True)]
+    return [g * a / scale + b for g, a, b in zip(gain, centered, shift, strict=True)]
 
 
 def plain_mlp(mlp, x):
@@ -202,7 +202,7 @@ def test_layers_converge_to_the_flow(name):
         errors = []
         for h in (0.02, 0.01):
             run = integrate(other, x, [1.0], stepper=Layer(h))
-            errors.append(float((run.stream(depth=0) - exact.stream(depth=0)).abs().max()))
+            errors.append(float((run.residual_stream(depth=0) - exact.residual_stream(depth=0)).abs().max()))
         assert errors[0] < 0.1
         assert abs(math.log2(errors[0] / errors[1]) - 1) < 0.1
 
@@ -270,7 +270,7 @@ def test_a_stream_resumes_with_its_radius_and_has_a_kernel():
     again = run.resume(depth=1, states=run.trajectory.states[1])
     assert (again.states[-1] - run.states[-1]).abs().max() < 1e-8
     assert (again.trajectory.radius[-1] - run.trajectory.radius[-1]).abs().max() < 1e-8
-    assert (run.stream(depth=0) - y0).abs().max() < 1e-15
+    assert (run.residual_stream(depth=0) - y0).abs().max() < 1e-15
     seen = block.placement.attention_norm(y0)
     assert (run.kernel(layer=0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
 
@@ -282,13 +282,13 @@ def test_what_the_norm_before_attention_removes_is_kept():
     y0 = normal(2, N, D, seed=3) + 2
     run = integrate(block, y0, [0.0, 0.5, 1.0])
     again = run.resume(depth=1, states=run.trajectory.states[1])
-    assert torch.equal(again.stream(depth=0), run.stream(depth=1))
-    assert (again.stream(depth=-1) - run.stream(depth=-1)).abs().max() < 1e-7
+    assert torch.equal(again.residual_stream(depth=0), run.residual_stream(depth=1))
+    assert (again.residual_stream(depth=-1) - run.residual_stream(depth=-1)).abs().max() < 1e-7
     turned = run.trajectory.states[1].flip(-2)
     other = run.resume(depth=1, states=turned)
     assert (other.states[0] - turned).abs().max() < 1e-14
     assert (other.trajectory.radius[0] - run.trajectory.radius[1]).abs().max() < 1e-14
-    assert (other.stream(depth=0).mean(-1) - run.stream(depth=1).mean(-1)).abs().max() < 1e-14
+    assert (other.residual_stream(depth=0).mean(-1) - run.residual_stream(depth=1).mean(-1)).abs().max() < 1e-14
 
 
 def test_a_stream_that_reaches_zero_stops_and_reports_it():
@@ -352,7 +352,7 @@ def test_the_force_of_a_simulation():
     assert integrate(SA(beta=1.0), x, [0.1]).force(layer=0) is None
     block = Block(SA(beta=1.0), mlp, placement=PreNorm(mlp_norm=RMSNorm(gain=2 * torch.ones(D, dtype=F64))))
     run = integrate(block, 3 * x, [0.0, 0.1])
-    written = block.write(Half.MLP, run.stream(depth=1))
+    written = block.write(Half.MLP, run.residual_stream(depth=1))
     assert (run.force(layer=1)(run.trajectory.states[1]) - written).abs().max() < 1e-13
     with pytest.raises(HelmscopeError, match="stored times are numbered 0 to 1"):
         run.force(layer=2)

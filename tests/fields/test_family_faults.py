@@ -96,7 +96,7 @@ def last_step(sign):
 
 
 def found_after_one_sweep(right, field, *given, **named):
-    dual = right(replace(field, max_sweeps=1), *given, **named)
+    dual = right(replace(field, max_iterations=1), *given, **named)
     return dual._replace(converged=torch.ones_like(dual.converged))
 
 
@@ -297,8 +297,8 @@ def fields_of_one_head(n: int, d: int) -> list[object]:
         Hardmax(query_key=dense, bias=normal(n, n, seed=7)),
         Hardmax(query_key=torch.zeros(d, d, dtype=F64), value=thin, bias=tied),
         Hardmax(query_key=dense, tie_tolerance=0.5),
-        SinkhornAttention(1.5, max_sweeps=100),
-        SinkhornAttention(2.0, query_key=dense, value=value, bias=normal(n, n, seed=7), max_sweeps=100),
+        SinkhornAttention(1.5, max_iterations=100),
+        SinkhornAttention(2.0, query_key=dense, value=value, bias=normal(n, n, seed=7), max_iterations=100),
     ]
 
 

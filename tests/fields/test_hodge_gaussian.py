@@ -151,7 +151,7 @@ def test_many_relu_neurons_are_orthogonal_to_every_gradient_by_quadrature():
             assert abs((mass * (torch.stack(slopes, -1) * swirl).sum(-1)).sum().item()) < 2e-12
     share = ((mass * swirl.square().sum(-1)).sum() / (mass * force.square().sum(-1)).sum()).item()
     assert split.share() == pytest.approx(share, abs=1e-6)  # the tolerance
-    assert split.share(tolerance=3e-7) == pytest.approx(share, abs=3e-7)
+    assert split.share(tol=3e-7) == pytest.approx(share, abs=3e-7)
 
 
 def test_share_and_gradient_are_the_least_squares_fit():
@@ -179,7 +179,7 @@ def test_share_and_gradient_are_the_least_squares_fit():
     solution, *_ = np.linalg.lstsq(matrix, force, rcond=None)
     left = force - matrix @ solution
     split = gaussian_hodge_split(mlp)
-    assert split.share(tolerance=1e-11) == pytest.approx(left @ left / (force @ force), abs=1e-11)
+    assert split.share(tol=1e-11) == pytest.approx(left @ left / (force @ force), abs=1e-11)
     ours = (root * split.swirl(points).numpy()).ravel()
     assert np.linalg.norm(ours - left) < 1e-7 * np.linalg.norm(force)  # what degree 30 leaves
 
@@ -342,9 +342,9 @@ def test_refusals():
     with pytest.raises(HelmscopeError, match="0 to rounding"):
         gaussian_hodge_split(one_neuron(activations.GELU(), 1.0, -40.0)).share()
     split = gaussian_hodge_split(random_mlp(8, 2, activations.ReLU()))
-    for tolerance in (0.0, -1.0, "x"):
-        with pytest.raises(HelmscopeError, match="tolerance is"):
-            split.share(tolerance=tolerance)
+    for tol in (0.0, -1.0, "x"):
+        with pytest.raises(HelmscopeError, match="tol is"):
+            split.share(tol=tol)
     with pytest.raises(HelmscopeError, match="x has shape"):
         split.gradient(torch.zeros(4, 3))
     near = MLP(
@@ -352,8 +352,8 @@ def test_refusals():
         w_out=torch.eye(2, dtype=F64),
         activation=activations.ReLU(),
     )
-    with pytest.raises(HelmscopeError, match="tolerance is 1e-12, but for this mlp it must be at least"):
-        gaussian_hodge_split(near).share(tolerance=1e-12)
+    with pytest.raises(HelmscopeError, match="tol is 1e-12, but for this mlp it must be at least"):
+        gaussian_hodge_split(near).share(tol=1e-12)
     assert 0 < gaussian_hodge_split(near).share() < 1
 
 

@@ -200,7 +200,7 @@ def test_many_neurons_against_spherical_harmonics():
     degrees = torch.cat([torch.full((2 * k + 1,), float(k), dtype=F64) for k in range(degree + 1)])[1:]
     source = 4 * math.pi * (mass * surface.divergence(mlp.ambient, x)) @ harmonics[:, 1:]
     explained = (source.square() / (degrees * (degrees + 1))).sum().item() / (4 * math.pi)
-    share = split.share(tolerance=1e-12)
+    share = split.share(tol=1e-12)
     assert share == pytest.approx(1 - explained / total, abs=1e-11)
     assert share == pytest.approx((mass * swirl.square().sum(-1)).sum().item() / total, abs=1e-12)
     assert split.share() == pytest.approx(share, abs=1e-6)
@@ -234,7 +234,7 @@ def test_on_the_circle_the_rest_is_a_rotation():
     assert (split.gradient(few) - (along - rotation)[::9973, None] * turn[::9973]).abs().max() < 1e-9
     assert torch.equal(split.swirl(few), torch.zeros_like(few))
     assert split.share() == pytest.approx((rotation.square() / along.square().mean()).item(), abs=1e-6)
-    assert split.share(tolerance=1e-9) == pytest.approx((rotation.square() / along.square().mean()).item(), abs=1e-9)
+    assert split.share(tol=1e-9) == pytest.approx((rotation.square() / along.square().mean()).item(), abs=1e-9)
 
 
 def test_constants_are_gradients():
@@ -321,5 +321,5 @@ def test_refusals():
     for method in ("potential", "gradient", "swirl", "harmonic"):
         with pytest.raises(HelmscopeError, match="x is a list"):
             getattr(sphere_hodge_split(one_neuron(activations.ReLU(), 3)), method)([1.0, 0.0, 0.0])
-    with pytest.raises(HelmscopeError, match="tolerance is -1"):
-        sphere_hodge_split(one_neuron(activations.ReLU(), 3)).share(tolerance=-1.0)
+    with pytest.raises(HelmscopeError, match="tol is -1"):
+        sphere_hodge_split(one_neuron(activations.ReLU(), 3)).share(tol=-1.0)

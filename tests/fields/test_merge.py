@@ -30,18 +30,18 @@ def circle(*angles: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("d", [2, 3, 5])
-@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.3])
-def test_merge_oracle(d, tolerance):
+@pytest.mark.parametrize("tol", [0.0, 0.1, 0.3])
+def test_merge_oracle(d, tol):
     for seed in range(10):
         x, weights = tokens(8, d, seed=seed), normal(8, seed=seed).abs()
         x[5] = x[1]
-        merged = merge_tokens(x, tolerance, weights=weights)
-        expected = oracles.merge(x.tolist(), weights.tolist(), tolerance)
+        merged = merge_tokens(x, tol, weights=weights)
+        expected = oracles.merge(x.tolist(), weights.tolist(), tol)
         states, masses = merged.distinct()
         assert len(states) == len(expected)
         assert (states - torch.tensor([point for point, _ in expected], dtype=F64)).abs().max() < 1e-15
         assert (masses - torch.tensor([mass for _, mass in expected], dtype=F64)).abs().max() < 2e-15
-        assert merged.leader.tolist() == oracles.cluster_labels(x.tolist(), tolerance)
+        assert merged.leader.tolist() == oracles.cluster_labels(x.tolist(), tol)
 
 
 def test_leaders_weights_and_states():
@@ -158,23 +158,23 @@ def test_error_of_merging_near_tokens_is_of_the_order_of_the_tolerance():
 
 
 @pytest.mark.parametrize(
-    ("x", "tolerance"),
+    ("x", "tol"),
     [(circle(0.0, math.pi), 3.2), (circle(0.0, math.pi / 2, math.pi, 3 * math.pi / 2), 1.6)],
 )
-def test_a_cluster_without_a_mean_direction_is_refused_by_name(x, tolerance):
+def test_a_cluster_without_a_mean_direction_is_refused_by_name(x, tol):
     """Tokens around the whole circle, chained into one cluster, sum to 0 or to the rounding of it."""
-    with pytest.raises(HelmscopeError, match="radius"):
-        merge_tokens(x, tolerance)
+    with pytest.raises(HelmscopeError, match="max_angle"):
+        merge_tokens(x, tol)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: merge_tokens(tokens(3, 3), -0.1), ["radius", "-0.1"]),
-        (lambda: merge_tokens(tokens(3, 3), math.nan), ["radius", "nan"]),
-        (lambda: merge_tokens(tokens(3, 3), math.inf), ["radius", "inf"]),
-        (lambda: merge_tokens(tokens(3, 3), "near"), ["radius", "near"]),
-        (lambda: merge_tokens(tokens(3, 3), True), ["radius", "True"]),
+        (lambda: merge_tokens(tokens(3, 3), -0.1), ["max_angle", "-0.1"]),
+        (lambda: merge_tokens(tokens(3, 3), math.nan), ["max_angle", "nan"]),
+        (lambda: merge_tokens(tokens(3, 3), math.inf), ["max_angle", "inf"]),
+        (lambda: merge_tokens(tokens(3, 3), "near"), ["max_angle", "near"]),
+        (lambda: merge_tokens(tokens(3, 3), True), ["max_angle", "True"]),
         (lambda: merge_tokens(2 * tokens(3, 3), 0.1), ["x ", "norm 2"]),
         (lambda: merge_tokens([[1.0, 0.0]], 0.1), ["x ", "list"]),
         (lambda: merge_tokens(tokens(3, 3), 0.1, weights=torch.ones(2)), ["weights", "(2,)"]),

@@ -239,7 +239,7 @@ def test_a_head_without_visible_keys_does_not_set_the_scale():
 
 
 def test_a_sum_that_vanishes_has_its_derivative():
-    """Opposite neighbours cancel at a logit of 1: the velocity is 0, its derivative has the factor e."""
+    """Opposite neighbors cancel at a logit of 1: the velocity is 0, its derivative has the factor e."""
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=F64, requires_grad=True)
     bias = torch.ones(3, 3, dtype=F64)
     for field in (USA(1.0, bias=bias), MultiHead([USA(1.0, bias=bias)] * 2)):
@@ -314,5 +314,5 @@ def test_bad_tokens():
         field(tokens(5, 4), weights=-torch.ones(5))
     with pytest.raises(HelmscopeError, match="scale is 1e\\+308"):
         MultiHead([SA(0.0, value=100 * torch.eye(2))], scale=1e308)(torch.eye(2, dtype=F64))
-    with pytest.raises(HelmscopeError, match=r"in heads\[1\] max_sweeps is 1"):
-        MultiHead([SinkhornAttention(0.0, max_sweeps=1), SinkhornAttention(50.0, max_sweeps=1)])(tokens(5, 3))
+    with pytest.raises(HelmscopeError, match=r"in heads\[1\] max_iterations is 1"):
+        MultiHead([SinkhornAttention(0.0, max_iterations=1), SinkhornAttention(50.0, max_iterations=1)])(tokens(5, 3))

@@ -77,7 +77,7 @@ def test_many_general_matrices():
     """Measured: at most 42 rounds at beta = 30, and 6e-15."""
     for seed in range(20):
         x, b = tokens(8, 16, 3, seed=seed), normal(3, 3, seed=seed)
-        kernel = SinkhornAttention(30.0, query_key=b, max_sweeps=60).kernel(x)
+        kernel = SinkhornAttention(30.0, query_key=b, max_iterations=60).kernel(x)
         assert (kernel.sum(-2) - 1).abs().max() < 5e-14
 
 
@@ -94,8 +94,8 @@ def test_attention_contracts_by_the_covariance_of_its_kernel(with_weights):
     means = kernel @ x
 
     def covariance(points):
-        centred = points - (share.unsqueeze(-1) * points).sum(-2, keepdim=True)
-        return torch.einsum("bi,bia,bic->bac", share, centred, centred)
+        centered = points - (share.unsqueeze(-1) * points).sum(-2, keepdim=True)
+        return torch.einsum("bi,bia,bic->bac", share, centered, centered)
 
     spread = x.unsqueeze(-3) - means.unsqueeze(-2)
     inner = torch.einsum("bi,bij,bija,bijc->bac", share, kernel, spread, spread)
@@ -317,20 +317,20 @@ def test_a_pattern_without_a_scaling(name):
 
 def test_weights_without_a_coupling():
     """Nobody sees itself, and token 0 is heavier than all others together: its mass has nowhere to go."""
-    field = SinkhornAttention(1.0, bias=torch.zeros(3, 3, dtype=F64).fill_diagonal_(-INF), max_sweeps=50)
+    field = SinkhornAttention(1.0, bias=torch.zeros(3, 3, dtype=F64).fill_diagonal_(-INF), max_iterations=50)
     x = tokens(2, 3, 3)
     weights = torch.tensor([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0]], dtype=F64)
     velocity = field.velocity(x, weights)
     assert torch.isfinite(velocity[0]).all()
     assert velocity[1].isnan().all()
-    with pytest.raises(HelmscopeError, match=r"max_sweeps is 50, but .* marginal error of .* raise"):
+    with pytest.raises(HelmscopeError, match=r"max_iterations is 50, but .* marginal error of .* raise"):
         field(x, weights=weights)
 
 
 def test_too_few_sweeps():
-    field = SinkhornAttention(100.0, query_key=normal(3, 3), max_sweeps=2)
+    field = SinkhornAttention(100.0, query_key=normal(3, 3), max_iterations=2)
     with pytest.raises(
-        HelmscopeError, match=r"max_sweeps is 2, but the scaling has not converged.* error of 0\.\d+: raise"
+        HelmscopeError, match=r"max_iterations is 2, but the scaling has not converged.* error of 0\.\d+: raise"
     ):
         field(tokens(6, 3))
     assert torch.isfinite(SinkhornAttention(100.0, query_key=normal(3, 3))(tokens(6, 3))).all()
@@ -354,10 +354,10 @@ def test_bad_tol(tol):
         SinkhornAttention(1.0, tol=tol)
 
 
-@pytest.mark.parametrize("max_sweeps", [0, 1.5, None, True])
-def test_bad_max_sweeps(max_sweeps):
-    with pytest.raises(HelmscopeError, match="max_sweeps is"):
-        SinkhornAttention(1.0, max_sweeps=max_sweeps)
+@pytest.mark.parametrize("max_iterations", [0, 1.5, None, True])
+def test_bad_max_iterations(max_iterations):
+    with pytest.raises(HelmscopeError, match="max_iterations is"):
+        SinkhornAttention(1.0, max_iterations=max_iterations)
 
 
 def test_ten_times_the_weight_ten_times_the_mass():

@@ -304,7 +304,7 @@ def test_hodge_series_solves_its_ode(d):
 @pytest.mark.parametrize("dim", [2, 3, 4, 10, 128, 1024])
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 0.5, 4.0, 30.0, 300.0, 1e4])
 def test_exponential_series_sums_to_the_exponential(beta, dim):
-    degree = hm.exponential_degree(beta, dim=dim, tolerance=1e-15)
+    degree = hm.exponential_degree(beta, dim=dim, tol=1e-15)
     a = hm.exponential_coefficients(beta, degree, dim=dim)
     s = grid()
     assert bool((a >= 0).all())
@@ -313,7 +313,7 @@ def test_exponential_series_sums_to_the_exponential(beta, dim):
 
 @pytest.mark.parametrize(("beta", "dim"), [(1e-3, 3), (0.5, 2), (4.0, 2), (4.0, 3), (30.0, 7), (300.0, 1024), (1e4, 2)])
 def test_exponential_coefficients_against_mpmath(beta, dim):
-    degree = hm.exponential_degree(beta, dim=dim, tolerance=1e-14)
+    degree = hm.exponential_degree(beta, dim=dim, tol=1e-14)
     a = hm.exponential_coefficients(beta, degree + 20, dim=dim)
     order = mpmath.mpf(dim - 2) / 2
     with mpmath.workdps(40):
@@ -325,8 +325,8 @@ def test_exponential_coefficients_against_mpmath(beta, dim):
 
 def test_exponential_coefficients_in_extreme_cases():
     assert hm.exponential_coefficients(0, 3, dim=2).tolist() == [1, 0, 0, 0]
-    assert hm.exponential_degree(0, dim=3, tolerance=1e-300) == 0
-    assert hm.exponential_degree(7, dim=3, tolerance=1) == 0
+    assert hm.exponential_degree(0, dim=3, tol=1e-300) == 0
+    assert hm.exponential_degree(7, dim=3, tol=1) == 0
     a = hm.exponential_coefficients(1e4, 20000, dim=1024)  # the first and the last ones are below 1e-308
     assert bool(torch.isfinite(a).all())
     assert abs(a.sum().item() - 1) < 1e-14
@@ -336,9 +336,9 @@ def test_exponential_coefficients_in_extreme_cases():
 def test_exponential_degree_is_the_smallest():
     for beta, dim in ((0.5, 2), (4.0, 3), (30.0, 3), (30.0, 512)):
         a = hm.exponential_coefficients(beta, 400, dim=dim)
-        for tolerance in (1e-3, 1e-12, 1e-40):
-            degree = hm.exponential_degree(beta, dim=dim, tolerance=tolerance)
-            assert a[degree + 1 :].sum() <= tolerance < a[degree:].sum()
+        for tol in (1e-3, 1e-12, 1e-40):
+            degree = hm.exponential_degree(beta, dim=dim, tol=tol)
+            assert a[degree + 1 :].sum() <= tol < a[degree:].sum()
 
 
 def per_mode(a: torch.Tensor) -> torch.Tensor:
@@ -351,13 +351,13 @@ def test_kernel_sums_through_moments(beta):
     """sum_j e^(beta <x_i, x_j>) in O(n) by moments, on S^1 and S^2."""
     circle, sphere = random_points(50, 2), random_points(50, 3)
 
-    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=2, tolerance=1e-15), dim=2)
+    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=2, tol=1e-15), dim=2)
     cos, sin = hm.fourier(circle, len(a) - 1)
     fast = cos @ (a * cos.sum(0)) + sin @ (a * sin.sum(0))
     dense = torch.exp(beta * (circle @ circle.T - 1)).sum(-1)
     assert (fast / dense - 1).abs().max() < 2e-14
 
-    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=3, tolerance=1e-15), dim=3)
+    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=3, tol=1e-15), dim=3)
     modes = hm.spherical_harmonics(sphere, len(a) - 1)
     fast = modes @ (per_mode(a) * modes.sum(0))
     dense = torch.exp(beta * (sphere @ sphere.T - 1)).sum(-1)
@@ -367,7 +367,7 @@ def test_kernel_sums_through_moments(beta):
 def test_kernel_gradient_through_moments():
     """The velocity sum_j e^(beta <x, x_j>) x_j is the gradient in x of sum_j e^(beta <x, x_j>) / beta."""
     beta, x = 4.0, random_points(20, 3)
-    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=3, tolerance=1e-15), dim=3)
+    a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=3, tol=1e-15), dim=3)
     moments = per_mode(a) * hm.spherical_harmonics(x, len(a) - 1).sum(0)
     fast = surface.gradient(lambda y: hm.spherical_harmonics(y, len(a) - 1) @ moments, x)
     dense = beta * project(x, torch.exp(beta * (x @ x.T - 1)) @ x)
@@ -378,9 +378,7 @@ def test_dimensions_whose_squares_overflow_int64():
     """As dim -> infinity, sqrt(dim) <x, e> becomes normal, and the coefficient of degree 0 of e^(beta s) becomes 1."""
     s, w = hm.zonal_quadrature(4, dim=10**18)
     assert float((w * s**4).sum() * 1e36) == pytest.approx(3.0, rel=1e-12)
-    assert hm.exponential_degree(1.0, dim=10**18, tolerance=1e-3) == hm.exponential_degree(
-        1.0, dim=10**9, tolerance=1e-3
-    )
+    assert hm.exponential_degree(1.0, dim=10**18, tol=1e-3) == hm.exponential_degree(1.0, dim=10**9, tol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +395,7 @@ def test_dimensions_whose_squares_overflow_int64():
         (lambda: hm.zonal_coefficients(torch.exp, 5, dim=3, points=5), "points is 5"),
         (lambda: hm.zonal_coefficients(torch.exp, 400, dim=1024), "degree is 400"),
         (lambda: hm.exponential_coefficients(-1.0, 5, dim=3), "beta is -1.0"),
-        (lambda: hm.exponential_degree(1.0, dim=3, tolerance=0), "tolerance is 0"),
+        (lambda: hm.exponential_degree(1.0, dim=3, tol=0), "tol is 0"),
         (lambda: hm.fourier(torch.tensor([1.0, 0.0]), 10**12), "degree is 10{12} at 1 points, but that makes"),
         (lambda: hm.spherical_harmonics(torch.eye(3), 10**6), "degree is 10{6} at 3 points, but that makes"),
         (lambda: hm.gegenbauer(torch.ones(2), 10**400, dim=3), "degree is 10{70}"),

@@ -186,19 +186,19 @@ def test_components_follow_long_chains(n):
 
 @PROPERTY
 @given(clouds(), st.sampled_from([0.0, 1e-9, 1e-2]) | st.floats(0.05, 3.2))
-def test_clusters_agree_with_naive_linkage(x, radius):
-    expected = [oracles.cluster_labels(cloud.double().tolist(), radius) for cloud in systems(x)]
-    assert clusters(x, radius).reshape(-1, x.shape[-2]).tolist() == expected
+def test_clusters_agree_with_naive_linkage(x, max_angle):
+    expected = [oracles.cluster_labels(cloud.double().tolist(), max_angle) for cloud in systems(x)]
+    assert clusters(x, max_angle).reshape(-1, x.shape[-2]).tolist() == expected
 
 
 def test_clusters_are_the_components_of_the_tree_without_its_longer_edges():
     x = tokens(50, 3)
     tree = spanning_tree(x)
-    for radius in tree.length.tolist():
+    for max_angle in tree.length.tolist():
         kept = torch.zeros(50, 50, dtype=torch.bool)
-        short = tree.length <= radius
+        short = tree.length <= max_angle
         kept[tree.child[short], tree.parent[short]] = True
-        assert torch.equal(components(kept), clusters(x, radius))
+        assert torch.equal(components(kept), clusters(x, max_angle))
 
 
 def test_padding_adds_no_cluster_and_no_tree_length():
@@ -282,12 +282,12 @@ def hard_pairs(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("radius", [0.0, 0.1, 1.3, math.pi, 4.0])
-def test_pairs_within_a_radius_are_those_of_the_angles_to_the_last_bit(radius, dtype):
+@pytest.mark.parametrize("max_angle", [0.0, 0.1, 1.3, math.pi, 4.0])
+def test_pairs_within_a_radius_are_those_of_the_angles_to_the_last_bit(max_angle, dtype):
     x = hard_pairs(dtype)
-    assert torch.equal(pairs_within(x, radius), pairwise_angles(x) <= radius)
-    assert torch.equal(pairs_within(x[0], radius), pairwise_angles(x[0]) <= radius)
-    chord = 2 * math.sin(min(radius, math.pi) / 2)
+    assert torch.equal(pairs_within(x, max_angle), pairwise_angles(x) <= max_angle)
+    assert torch.equal(pairs_within(x[0], max_angle), pairwise_angles(x[0]) <= max_angle)
+    chord = 2 * math.sin(min(max_angle, math.pi) / 2)
     exact = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     assert torch.equal(pairs_within_chord(x, chord), exact <= chord)
 

@@ -368,9 +368,9 @@ def changed(value, dtype=F64):
         (torch.ones(3), "has shape (3,), but it must be (..., n, d) with n >= 1 tokens"),
         (torch.ones(2, 0, 3), "has shape (2, 0, 3), but it must be (..., n, d) with n >= 1 tokens"),
         (torch.ones(3, 1), "has dimension d=1, but a sphere needs d >= 2"),
-        (changed([0.0, math.nan, 1.0]), f"holds NaN or infinite entries (token 2 of system (1,)), {FINITE}"),
+        (changed([0.0, math.nan, 1.0]), f"holds NaN or infinite entries (token 2 of system 1), {FINITE}"),
         (changed([math.inf, 0.0, 0.0])[1], f"holds NaN or infinite entries (token 2), {FINITE}"),
-        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system (1,)), but every token must be nonzero"),
+        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system 1), but every token must be nonzero"),
     ],
 )
 @pytest.mark.parametrize("normalize", [False, True])
@@ -380,17 +380,17 @@ def test_check_tokens_raises_unless_given_a_finite_nonzero_cloud(x, sentence, no
     assert str(caught.value) == f"tokens {sentence}"
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 2e-6), (F32, 1e-4)])
-def test_check_tokens_raises_for_tokens_off_the_sphere_unless_it_normalizes(dtype, tolerance):
-    for accepted in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
+@pytest.mark.parametrize(("dtype", "tol"), [(F64, 2e-6), (F32, 1e-4)])
+def test_check_tokens_raises_for_tokens_off_the_sphere_unless_it_normalizes(dtype, tol):
+    for accepted in (1 - 0.99 * tol, 1 + 0.99 * tol):
         assert sphere.check_tokens(x := changed([accepted, 0.0, 0.0], dtype)) is x
-    for rejected in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
+    for rejected in (1 - 1.02 * tol, 1 + 1.02 * tol, 2.5):
         x = changed([rejected, 0.0, 0.0], dtype)
         with pytest.raises(HelmscopeError) as caught:
             sphere.check_tokens(x)
         assert str(caught.value) == (
-            f"x holds a token of norm {float(x[1, 2, 0]):.9g} (token 2 of system (1,)), but tokens must be on the unit "
-            "sphere: divide by the norm (integrate does with normalize=True)"
+            f"x holds a token of norm {float(x[1, 2, 0]):.9g} (token 2 of system 1), but tokens must be on the unit "
+            "sphere: divide by its norm"
         )
         assert torch.equal(sphere.check_tokens(x, normalize=True), changed([1.0, 0.0, 0.0], dtype))
 

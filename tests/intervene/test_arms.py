@@ -1,4 +1,4 @@
-"""The arms of the factorial against a forward written out in plain PyTorch, and on models of every topology."""
+"""The arms of the factorial against a forward pass written out in plain PyTorch, and on models of every topology."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def model_a():
 
 
 def layer_norm(y, norm):
-    centred = y - y.mean(-1, keepdim=True)
-    core = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    centered = y - y.mean(-1, keepdim=True)
+    core = centered / (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     return core * norm.weight + norm.bias
 
 
@@ -61,15 +61,15 @@ def mlp_write(y, block):
 def states_by_hand(recording, arm, row, *, radius=None):
     """All states of one text, (depth, n, d), under an arm."""
     blocks = recording.anatomy.model.transformer.h
-    y = recording.stream(depth=0)[row]
+    y = recording.residual_stream(depth=0)[row]
     states = [y]
 
     def rescaled(y):
         if radius is None:
             return y
         mean = y.mean(-1, keepdim=True)
-        centred = y - mean
-        return mean + centred / centred.norm(dim=-1, keepdim=True) * radius[len(states)].unsqueeze(-1)
+        centered = y - mean
+        return mean + centered / centered.norm(dim=-1, keepdim=True) * radius[len(states)].unsqueeze(-1)
 
     for number, block in enumerate(blocks):
         if arm.attention is not AttentionMode.OFF:
@@ -93,7 +93,7 @@ def test_arms_of_a_agree_with_plain_torch(model_a, arm):
     with torch.no_grad():
         for row, n in enumerate(lengths(model_a)):
             expected = states_by_hand(model_a, arm, row)[:, :n]
-            states = torch.stack([found.stream(depth=k)[row, :n] for k in range(len(expected))])
+            states = torch.stack([found.residual_stream(depth=k)[row, :n] for k in range(len(expected))])
             assert ((states - expected).abs().amax() / expected.abs().amax()) < 1e-10
 
 
@@ -104,7 +104,7 @@ def test_attention_alone_at_the_radius_of_the_whole_model(model_a):
     radius = model_a.trajectory.radius[:, 0]
     with torch.no_grad():
         expected = states_by_hand(model_a, arm, 0, radius=radius)[:, :n]
-    states = torch.stack([found.stream(depth=k)[0, :n] for k in range(len(expected))])
+    states = torch.stack([found.residual_stream(depth=k)[0, :n] for k in range(len(expected))])
     assert ((states - expected).abs().amax() / expected.abs().amax()) < 1e-10
     assert torch.allclose(found.trajectory.radius, model_a.trajectory.radius, rtol=1e-12)
     plain = model_a.under(*Arm(mlp=False).edits(model_a))
@@ -147,12 +147,12 @@ def test_without_writes_no_state_moves(family):
 def test_without_writes_the_norms_of_a_post_norm_model_still_act():
     recording = record(tiny_model("bert", dtype=torch.float64), inputs_of("bert"))
     still = recording.under(*ARMS[3].edits(recording))
-    y = recording.stream(depth=0)
+    y = recording.residual_stream(depth=0)
     for number, block in enumerate(recording.anatomy.model.bert.encoder.layer):
         for half, norm in enumerate((block.attention.output.LayerNorm, block.output.LayerNorm), 1):
             with torch.no_grad():
                 y = norm(y)
-            assert torch.allclose(still.stream(depth=2 * number + half), y, atol=1e-12)
+            assert torch.allclose(still.residual_stream(depth=2 * number + half), y, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "bert", "albert", "qwen2", "olmo2"])
@@ -186,7 +186,7 @@ def test_constants_of_a_post_norm_model_contain_the_bias_of_its_norm():
 
 def test_all_arms_of_a_tied_model():
     recording = record(tiny_model("albert", dtype=torch.float64), inputs_of("albert"))
-    last = [recording.under(*arm.edits(recording)).stream(depth=recording.anatomy.depths.last) for arm in ARMS]
+    last = [recording.under(*arm.edits(recording)).residual_stream(depth=recording.anatomy.depths.last) for arm in ARMS]
     for k, one in enumerate(last):
         assert torch.isfinite(one).all()
         assert all((one - other).abs().max() > 1e-6 for other in last[:k])
@@ -198,7 +198,10 @@ def test_mlps_left_in_and_out():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     for arm in only_one_mlp(recording.layers):
         found = recording.under(*arm.edits(recording))
-        moved = [not torch.equal(found.stream(depth=2 * k + 1), found.stream(depth=2 * k + 2)) for k in range(3)]
+        moved = [
+            not torch.equal(found.residual_stream(depth=2 * k + 1), found.residual_stream(depth=2 * k + 2))
+            for k in range(3)
+        ]
         assert [k for k in range(3) if moved[k]] == list(arm.mlp)
 
 

@@ -1,4 +1,4 @@
-"""Several lists of edits in one forward give what each gives alone."""
+"""Several lists of edits in one forward pass give what each gives alone."""
 
 import pytest
 import torch
@@ -32,9 +32,9 @@ def test_each_list_acts_on_its_own_copy():
     lists = [
         [],
         [Perturb(site=Site.KEY, sigma=0.5, seed=1)],
-        [GaugeTransform(factor=3), Perturb([1], site=Site.QUERY, relative=0.5, seed=2)],
-        [CenteredKeyNoise(relative=0.5, seed=1)],
-        [MatchedQueryNoise.of(recording, relative=0.5, seed=1)],
+        [GaugeTransform(factor=3), Perturb([1], site=Site.QUERY, relative_sigma=0.5, seed=2)],
+        [CenteredKeyNoise(relative_sigma=0.5, seed=1)],
+        [MatchedQueryNoise.of(recording, relative_sigma=0.5, seed=1)],
         [Edit(Site.MLP, [0], lambda write: 2 * write)],
         [MaskKeys(keys=hidden)],
     ]

@@ -1,4 +1,4 @@
-"""Edits of a forward against the same forward written by hand; afterwards the model is unchanged."""
+"""Edits of a forward pass against the same forward written by hand; afterwards the model is unchanged."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_a_replaced_state_is_recorded(case):
     tokens[:, 4:6] = True
     for site, depth in ((Site.INPUT, 2), (Site.MIDDLE, 3), (Site.OUTPUT, 4)):
         edited = recording.under(Replace([1], site=site, value=new, tokens=tokens))
-        state = edited.stream(depth=depth)
+        state = edited.residual_stream(depth=depth)
         assert (state[tokens] - new[tokens]).abs().max() < 1e-5, site
-        assert (state[~tokens] - recording.stream(depth=depth)[~tokens]).abs().max() < 1e-5
+        assert (state[~tokens] - recording.residual_stream(depth=depth)[~tokens]).abs().max() < 1e-5
         assert (edited.logits() - recording.logits()).abs().max() > 1e-4
 
 
@@ -142,18 +142,18 @@ def test_noise_is_repeatable_and_grows_with_its_scale(site):
     model = tiny_model("llama")
     recording = record(model, inputs_of("llama"))
     plain = recording.logits()
-    once, twice = (recording.under(Perturb(site=site, relative=0.1, seed=5)).logits() for _ in range(2))
-    other = recording.under(Perturb(site=site, relative=0.1, seed=6)).logits()
+    once, twice = (recording.under(Perturb(site=site, relative_sigma=0.1, seed=5)).logits() for _ in range(2))
+    other = recording.under(Perturb(site=site, relative_sigma=0.1, seed=6)).logits()
     assert torch.equal(once, twice)
     assert not torch.equal(once, other)
-    stronger = recording.under(Perturb(site=site, relative=1.0, seed=5)).logits()
+    stronger = recording.under(Perturb(site=site, relative_sigma=1.0, seed=5)).logits()
     assert 0 < (once - plain).norm() < (stronger - plain).norm()
 
 
 def test_the_model_is_restored_after_an_exception(case):
     family, model, recording = case
     before, own = outputs(model, family), model.config._attn_implementation
-    changes = [Ablate(site=Site.MLP)] + ([Perturb(relative=0.1)] if recording.anatomy.tapped else [])
+    changes = [Ablate(site=Site.MLP)] + ([Perturb(relative_sigma=0.1)] if recording.anatomy.tapped else [])
 
     def interrupted():
         with edited(recording, *changes):
@@ -191,7 +191,7 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
     keys = recording.kept["key"]
     for change, size in (
         (Perturb([1], site=Site.KEY, sigma=0.3, seed=4), torch.tensor(0.3)),
-        (Perturb([1], site=Site.KEY, relative=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
+        (Perturb([1], site=Site.KEY, relative_sigma=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
     ):
         noise = (recording.under(change, keep=KeptTensors.KEYS).kept["key"][1] - keys[1]) / size
         assert abs(float(noise.std()) - 1) < 0.05
@@ -221,9 +221,9 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
         (lambda r: Patch([0], site=Site.INPUT), "source is a NoneType"),
         (lambda r: Perturb(sigma=-1.0), "sigma is -1.0"),
-        (lambda r: Perturb(relative=-1.0), "relative is -1.0"),
+        (lambda r: Perturb(relative_sigma=-1.0), "relative_sigma is -1.0"),
         (lambda r: Perturb(), "exactly one of them"),
-        (lambda r: Perturb(sigma=0.1, relative=0.1), "sigma is 0.1 and relative is 0.1, but exactly one"),
+        (lambda r: Perturb(sigma=0.1, relative_sigma=0.1), "sigma is 0.1 and relative_sigma is 0.1, but exactly one"),
         (lambda r: Ablate(tokens=torch.ones(4, 13, dtype=torch.bool)), "tokens is of torch.bool"),
         (lambda r: Ablate(tokens=torch.ones(3, 13)), "must be a tensor of bool"),
         (lambda r: MaskKeys(keys=torch.ones(5, 13, dtype=torch.bool)), "keys is of torch.bool"),
@@ -263,7 +263,7 @@ def test_an_edit_does_not_depend_on_the_chunks_of_texts():
     with edited(recording, change):
         assert (outputs(model, "gpt2") - wanted).abs().max() < 1e-5
     whole = record(model, inputs_of("gpt2"), batch_size=3)
-    noise = Perturb(relative=0.5, seed=2)
+    noise = Perturb(relative_sigma=0.5, seed=2)
     assert (recording.under(noise).logits() - whole.under(noise).logits()).abs().max() < 1e-5
 
 
@@ -304,7 +304,7 @@ def test_editing_attention_outside_the_registry_is_an_error():
     recording = record(model, inputs_of("bloom"))
     with (
         pytest.raises(HelmscopeError, match="does not look up its attention function in the registry"),
-        edited(recording, Perturb(relative=0.1)),
+        edited(recording, Perturb(relative_sigma=0.1)),
     ):
         pass
 

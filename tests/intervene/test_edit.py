@@ -128,7 +128,7 @@ def test_the_context_says_where_an_edit_is_applied():
 def test_edits_under_changed_know_the_texts_too():
     """Noise under ``changed`` depends on the index of the text in the batch, not on the size of the chunks."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2)
-    noise = hs.intervene.Perturb(relative=0.5, seed=2)
+    noise = hs.intervene.Perturb(relative_sigma=0.5, seed=2)
     with hs.intervene.edited(recording, noise):
         inside = recording.logits()
     assert (inside - recording.under(noise).logits()).abs().max() < 1e-6
@@ -309,8 +309,8 @@ def test_gradients_of_logits_states_and_lens():
         lambda edited, **options: scalar(edited.logits(**options)),
         lambda edited, **options: scalar(edited.logits(rows=slice(1, 3), **options)),
         lambda edited, **options: scalar(edited.logits(depth=5, **options)),
-        lambda edited, **options: edited.stream(depth=6, **options).sin().sum(),
-        lambda edited, **options: edited.stream(depth=3, **options).sin().sum(),
+        lambda edited, **options: edited.residual_stream(depth=6, **options).sin().sum(),
+        lambda edited, **options: edited.residual_stream(depth=3, **options).sin().sum(),
     ]
     for function in functions:
         vector = torch.zeros(32, dtype=torch.float64, requires_grad=True)
@@ -338,9 +338,9 @@ def test_gradients_with_respect_to_the_states_to_resume_from():
         lambda x: scalar(recording.resume(depth=3, states=x).logits()), states.detach(), direction
     )
     assert float((gradient * direction).sum()) == pytest.approx(float(wanted), rel=1e-6)
-    (last,) = torch.autograd.grad(resumed.stream(depth=6, gradients=True).sin().sum(), states)
+    (last,) = torch.autograd.grad(resumed.residual_stream(depth=6, gradients=True).sin().sum(), states)
     wanted = finite_difference(
-        lambda x: recording.resume(depth=3, states=x).stream(depth=6).sin().sum(), states.detach(), direction
+        lambda x: recording.resume(depth=3, states=x).residual_stream(depth=6).sin().sum(), states.detach(), direction
     )
     assert float((last * direction).sum()) == pytest.approx(float(wanted), rel=1e-6)
 
@@ -349,7 +349,7 @@ def test_states_with_gradients_equal_the_recorded_ones():
     for family in ("gpt2", "gpt_neox", "bert"):
         recording = record(tiny_model(family), inputs_of(family), batch_size=2)
         for depth in range(7):
-            state = recording.stream(depth=depth)
-            found = recording.stream(depth=depth, gradients=True)
+            state = recording.residual_stream(depth=depth)
+            found = recording.residual_stream(depth=depth, gradients=True)
             assert found.requires_grad
             assert (found - state).abs().max() <= 2e-6 * state.abs().max()

@@ -1,4 +1,4 @@
-"""GaugeTransform, shifts of keys, centred key noise and matched query noise: exact invariances and sums by loops."""
+"""GaugeTransform, shifts of keys, centered key noise and matched query noise: exact invariances and sums by loops."""
 
 import numpy as np
 import pytest
@@ -112,12 +112,12 @@ def test_before_the_rotary_phases_a_constant_on_keys_matters():
     assert found["llama"] > 1e-3
 
 
-def test_centred_noise_has_the_size_of_the_centred_visible_keys():
+def test_centered_noise_has_the_size_of_the_centered_visible_keys():
     keys = torch.randn(3, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 10
     visible = torch.ones(3, 5, dtype=torch.bool)
     visible[1, 3:] = False
     context = EditContext(site=Site.KEY, layer=1, rows=slice(0, 3), texts=3, visible=visible)
-    found = CenteredKeyNoise(relative=0.1, seed=7).new(keys, context) - keys
+    found = CenteredKeyNoise(relative_sigma=0.1, seed=7).new(keys, context) - keys
     draws = context.normal(keys, seed=7)
     for text in range(3):
         for head in range(2):
@@ -126,15 +126,15 @@ def test_centred_noise_has_the_size_of_the_centred_visible_keys():
             size = np.sqrt(sum(((key - mean) ** 2).sum() for key in seen) / (4 * len(seen)))
             assert (found[text, head] - 0.1 * size * draws[text, head]).abs().max() < 1e-12
     whole = EditContext(site=Site.KEY, layer=1, rows=slice(0, 3), texts=3)
-    shifted = CenteredKeyNoise(relative=0.1, seed=7).new(keys + 50, whole) - (keys + 50)
-    assert (shifted - (CenteredKeyNoise(relative=0.1, seed=7).new(keys, whole) - keys)).abs().max() < 1e-12
+    shifted = CenteredKeyNoise(relative_sigma=0.1, seed=7).new(keys + 50, whole) - (keys + 50)
+    assert (shifted - (CenteredKeyNoise(relative_sigma=0.1, seed=7).new(keys, whole) - keys)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_matched_noise_by_loops_and_its_law(family):
     recording = recorded(family, torch.float64, keep=QK, batch_size=2)
     found = MatchedQueryNoise.of(recording, sigma=0.1).sigma
-    relative = MatchedQueryNoise.of(recording, relative=0.1).sigma
+    relative = MatchedQueryNoise.of(recording, relative_sigma=0.1).sigma
     queries, keys, weights = (recording.kept[name] for name in ("query", "key", "kernel"))
     repeats = queries.shape[2] // keys.shape[2]
     assert repeats == (1 if family == "gpt2" else 2)
@@ -180,13 +180,13 @@ def test_matched_noise_does_not_depend_on_the_batch_size():
     assert (kernels[0] - recording.kernel(layer=1)).abs().max() > 1e-2
 
 
-def test_padding_does_not_count_in_the_size_of_centred_keys():
+def test_padding_does_not_count_in_the_size_of_centered_keys():
     model, ids = sharp("gpt2"), inputs_of("gpt2")
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
-    padded = MatchedQueryNoise.of(record(model, {"input_ids": ids, "attention_mask": mask}), relative=0.1).sigma
-    alone = MatchedQueryNoise.of(record(model, ids[1:2, :8]), relative=0.1).sigma
-    counted = MatchedQueryNoise.of(record(model, ids), relative=0.1).sigma
+    padded = MatchedQueryNoise.of(record(model, {"input_ids": ids, "attention_mask": mask}), relative_sigma=0.1).sigma
+    alone = MatchedQueryNoise.of(record(model, ids[1:2, :8]), relative_sigma=0.1).sigma
+    counted = MatchedQueryNoise.of(record(model, ids), relative_sigma=0.1).sigma
     assert (padded[:, 1, :, :8] - alone[:, 0]).abs().max() < 1e-5 * alone.max()
     assert (counted[:, 1, :, :8] - alone[:, 0]).abs().max() > 1e-2 * alone.max()
 
@@ -195,15 +195,15 @@ def test_refusals():
     recording = recorded("gpt2")
     with pytest.raises(HelmscopeError, match="factor is 0, but it must be a finite number > 0"):
         GaugeTransform(factor=0)
-    with pytest.raises(HelmscopeError, match="relative is -1, but it must be a finite number >= 0"):
-        CenteredKeyNoise(relative=-1)
+    with pytest.raises(HelmscopeError, match="relative_sigma is -1, but it must be a finite number >= 0"):
+        CenteredKeyNoise(relative_sigma=-1)
     with pytest.raises(HelmscopeError, match="layers holds 7, but the model has layers 0 to"):
         recording.under(GaugeTransform([7], factor=2))
     with pytest.raises(HelmscopeError, match=r"vector is a NoneType, but it must be a float tensor \(r\)"):
         recording.under(ShiftKeys())
     with pytest.raises(HelmscopeError, match=r"vector has shape \(3,\), but for the keys of layer 0 it must be"):
         recording.under(ShiftKeys(vector=torch.ones(3)))
-    with pytest.raises(HelmscopeError, match="sigma is None and relative is None, but exactly one"):
+    with pytest.raises(HelmscopeError, match="sigma is None and relative_sigma is None, but exactly one"):
         MatchedQueryNoise.of(recording)
     with pytest.raises(HelmscopeError, match="sigma is a NoneType, but it must be a tensor"):
         recording.under(MatchedQueryNoise())

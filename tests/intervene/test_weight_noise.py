@@ -27,7 +27,7 @@ def test_the_changed_entries_and_their_draws(site):
     rms = np.sqrt(np.mean(old[:, part].numpy() ** 2))
     for options, expected in (
         ({"sigma": 0.1}, 0.1 * draws.T),
-        ({"relative": 0.1}, 0.1 * rms * draws.T),
+        ({"relative_sigma": 0.1}, 0.1 * rms * draws.T),
         ({"mixing": 0.1}, 0.1 / np.sqrt(32) * (old[:, part].numpy().T @ draws).T),
     ):
         (name, new), *more = noise.values(site, layers=[1], seed=5, **options).items()
@@ -59,10 +59,10 @@ def test_mixed_noise_does_not_depend_on_the_basis_inside_the_heads():
         with with_parameters(model, WeightNoise.of(recording).values(Site.KEY, seed=2, **options)):
             return recording.logits()
 
-    plain, own = logits(mixing=0.3), logits(relative=0.3)
+    plain, own = logits(mixing=0.3), logits(relative_sigma=0.3)
     with with_parameters(model, changed):
         assert (logits(mixing=0.3) - plain).abs().max() < 1e-10
-        assert (logits(relative=0.3) - own).abs().max() > 1e-3
+        assert (logits(relative_sigma=0.3) - own).abs().max() > 1e-3
 
 
 def test_tied_layers_are_changed_once():
@@ -75,7 +75,9 @@ def test_refusals():
     noise = WeightNoise.of(recorded())
     with pytest.raises(HelmscopeError, match="sigma is -1, but it must be a finite number >= 0"):
         noise.values(Site.KEY, sigma=-1)
-    with pytest.raises(HelmscopeError, match="sigma is None, relative is None and mixing is None, but exactly one"):
+    with pytest.raises(
+        HelmscopeError, match="sigma is None, relative_sigma is None and mixing is None, but exactly one"
+    ):
         noise.values(Site.KEY)
     with pytest.raises(HelmscopeError, match="layers holds 3, but the model has layers 0 to 2"):
         noise.values(Site.KEY, sigma=0.1, layers=3)

@@ -54,7 +54,7 @@ def test_the_documented_format(name: str) -> None:
     left_out = set(spec.__struct_fields__) - set(tomllib.loads(spec_to_toml(spec)))
     # the adaptive stepper of the simulation has no step; the density has no force, no anisotropic noise, and its
     # uniform start no kappa
-    without = {"kappa", "height", "swirl", "nu_axis", "process"}
+    without = {"kappa", "strength", "swirl", "nu_axis", "process"}
     assert left_out == {"simulate": {"step"}, "density": without}.get(name, set())
     written = [field for field in spec.__struct_fields__ if field not in left_out]
     assert list(tomllib.loads(spec_to_toml(spec))) == ["job", *written]
@@ -146,7 +146,9 @@ def test_equal_jobs_have_equal_specs() -> None:
     assert SimulationSpec(times=[0, 1], n=8) == SimulationSpec(times=(0.0, 1.0), n=8.0)
     assert SimulationSpec(start="vmf") == SimulationSpec(start="vmf", kappa=1)
     assert SimulationSpec(nu=0.1).step == 0.02
-    assert DensitySpec() == DensitySpec(beta=4, value=1, perturbation=0.1, mode=1, zonal=False, degree=64)
+    assert DensitySpec() == DensitySpec(
+        beta=4, value=1, perturbation=0.1, perturbation_degree=1, zonal=False, degree=64
+    )
     assert DensitySpec(dim=8) == DensitySpec(dim=8, zonal=True, degree=64)
     assert DensitySpec(start="vmf") == DensitySpec(start="vmf", kappa=1)
     assert DensitySpec(dim=3).degree == 32
@@ -219,7 +221,11 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
         (DensitySpec, {"field": "none", "nu": 0}, "field is 'none' and nu is 0, but then no token moves: set nu"),
         (DensitySpec, {"nu": -1}, "nu is -1, but it must be a finite number >= 0"),
         (DensitySpec, {"kappa": 2}, "kappa is 2, but it belongs to the start 'vmf', not to 'uniform': omit it"),
-        (DensitySpec, {"start": "vmf", "mode": 2}, "mode is 2, but it belongs to the start 'uniform', not to 'vmf'"),
+        (
+            DensitySpec,
+            {"start": "vmf", "perturbation_degree": 2},
+            "perturbation_degree is 2, but it belongs to the start 'uniform', not to 'vmf'",
+        ),
         (DensitySpec, {"perturbation": 2}, "perturbation is 2, but it must be in [-1, 1]"),
         (DensitySpec, {"dim": 1}, "dim is 1, but it must be a whole number >= 2"),
         (DensitySpec, {"dim": 4, "zonal": False}, "in more than 3 dimensions only zonal densities can be evolved"),
@@ -251,7 +257,7 @@ def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) 
         (SimulationSpec(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
         (DensitySpec(beta=400), "degree is 64, but the kernel e^(beta <x, y>) with beta=400 needs a grid with"),
         (DensitySpec(start="vmf", kappa=900), "degree is 64, but a density with kappa=900 needs a grid with degree="),
-        (DensitySpec(mode=65), "mode is 65, but it must be at most degree, 64"),
+        (DensitySpec(perturbation_degree=65), "perturbation_degree is 65, but it must be at most degree, 64"),
         (DensitySpec(dim=3, degree=10**6), "degree is 1000000, but"),
         (PhaseSpec(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
         (TrialsSpec(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
@@ -266,8 +272,8 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
     assert far == (
-        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for a claim of your "
-        "own pass its folder: folder=, or --from"
+        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for your own claim "
+        "pass `claims_folder=` (`--from` on the command line)"
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
     assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")

@@ -99,7 +99,7 @@ def test_coefficients_and_degree_are_those_of_the_geometry(monkeypatch: pytest.M
     faulty = circle_series(moments, 2.0, degree)[0, :, 0].real
     harmonic_series._circle_coefficients.cache_clear()
     assert torch.equal(faulty, 2 * correct)
-    assert harmonic_degree(2.0, dim=3, tol=0.8) == harmonics.exponential_degree(2.0, dim=3, tolerance=0.8) > 0
+    assert harmonic_degree(2.0, dim=3, tol=0.8) == harmonics.exponential_degree(2.0, dim=3, tol=0.8) > 0
 
 
 def test_sums_are_within_a_coarse_tolerance() -> None:

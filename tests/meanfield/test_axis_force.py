@@ -30,7 +30,7 @@ def test_the_velocity_by_loops(dim: int) -> None:
     x = torch.nn.functional.normalize(
         torch.randn(7, dim, generator=torch.Generator().manual_seed(0), dtype=F64), dim=-1
     )
-    found = AxisForce(height=1.3, swirl=-0.6)(x)
+    found = AxisForce(strength=1.3, swirl=-0.6)(x)
     for point, velocity in zip(x.tolist(), found.tolist(), strict=True):
         force = [1.3 + 0.6 * point[1], -0.6 * point[0]] + (dim - 2) * [0.0]
         radial = sum(f * p for f, p in zip(force, point, strict=True))
@@ -40,12 +40,12 @@ def test_the_velocity_by_loops(dim: int) -> None:
 @pytest.mark.parametrize("grid", [CircleGrid(24), SphereGrid(20), ZonalGrid(dim=8, degree=24)], ids=repr)
 def test_the_stationary_density_is_that_of_its_potential(grid) -> None:
     """~ e^{h <x, e> / nu}, and no longer with a swirl."""
-    found = stationary_density(AxisForce(height=0.6), grid, IsotropicNoise(0.3))
+    found = stationary_density(AxisForce(strength=0.6), grid, IsotropicNoise(0.3))
     assert torch.allclose(found.modes, Density.von_mises_fisher(grid, kappa=2.0).modes, rtol=0, atol=1e-10)
     if isinstance(grid, ZonalGrid):
         refused(lambda: evolve(AxisForce(swirl=1.0), found, times=[1.0]), "meridians", "simulate particles")
         return
-    turned = stationary_density(AxisForce(height=0.6, swirl=0.5), grid, IsotropicNoise(0.3))
+    turned = stationary_density(AxisForce(strength=0.6, swirl=0.5), grid, IsotropicNoise(0.3))
     assert float(turned.mean[1]) > 0.05  # along the rotation
 
 
@@ -54,7 +54,7 @@ def test_the_work_of_the_swirl_by_quadrature(grid) -> None:
     """-int rho <R, grad U> = h s E x_2, and div R = 0."""
     center = torch.zeros(grid.dim, dtype=F64)
     center[:2] = torch.tensor([0.6, 0.8])
-    density, force = Density.von_mises_fisher(grid, kappa=2.0, center=center), AxisForce(height=1.3, swirl=-0.6)
+    density, force = Density.von_mises_fisher(grid, kappa=2.0, center=center), AxisForce(strength=1.3, swirl=-0.6)
     rate = free_energy_rate(density, noise=0.4, potential=force.potential, field=force)
     mean = 0.0
     for weight, value, point in zip(grid.weights.tolist(), density.values.tolist(), grid.points.tolist(), strict=True):
@@ -81,5 +81,5 @@ def test_the_overview_has_the_free_energy_of_the_linear_equation() -> None:
 
 
 def test_bad_input() -> None:
-    refused(lambda: AxisForce(height=math.nan), "height is nan")
+    refused(lambda: AxisForce(strength=math.nan), "strength is nan")
     refused(lambda: AxisForce(swirl="fast"), "swirl is 'fast'")

@@ -89,7 +89,7 @@ def test_it_solves_the_backward_equation(nu: float) -> None:
     basis = tangent_basis(x)
     h = 2e-3
     moved = [exp(x, sign * h * basis[..., k]) for k in (0, 1) for sign in (1, -1)]
-    q = sphere_committor(swirling, torch.cat([x, *moved]), nu=nu, tolerance=1e-11, **OBLIQUE).reshape(5, -1)
+    q = sphere_committor(swirling, torch.cat([x, *moved]), nu=nu, tol=1e-11, **OBLIQUE).reshape(5, -1)
     laplacian = (q[1:].sum(0) - 4 * q[0]) / h**2
     slopes = torch.stack([q[1] - q[2], q[3] - q[4]], -1) / (2 * h)
     drift = (project(x, swirling(x))[:, None] @ basis)[:, 0]
@@ -194,7 +194,7 @@ def test_bad_input() -> None:
         (upward, {"a": Cap(UP, height=0.5)}, "b overlaps with a"),
         (upward, {"a": Cap(-UP, height=0.0), "b": Cap(UP, height=0.0)}, "b touches a|b overlaps"),
         (upward, {"max_degree": 8}, "max_degree is 8"),
-        (upward, {"tolerance": 0.0}, "tolerance is 0"),
+        (upward, {"tol": 0.0}, "tol is 0"),
         (SA(beta=1.0), {}, "attend to each other"),
         (lambda x: x / 0, {}, "not finite"),
         (lambda x: 40 * swirling(x), {"nu": 0.01, "max_degree": 16}, "not resolved to 1e-09 with max_degree=16"),

@@ -48,7 +48,7 @@ def test_direct_minimization_over_plans() -> None:
 
     result = minimize(objective, np.zeros(n * n), jac=True, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000})
     plan = a[:, None] * torch.softmax(torch.from_numpy(result.x).reshape(n, n), 1)
-    options = {"noise": NU, "tau": TAU, "epsilon": epsilon, "volumes": q, "cost": Euclidean(), "tolerance": 1e-13}
+    options = {"noise": NU, "tau": TAU, "epsilon": epsilon, "volumes": q, "cost": Euclidean(), "tol": 1e-13}
     found = particle_jko_step(points, a, potential, **options)
     assert found.converged
     assert float((found.weights - plan.sum(0)).abs().max()) < 1e-7

@@ -25,8 +25,8 @@ LAYERS = {"A": 12, "B": 12, "tied": 24}
 # how far what is shipped (bfloat16, recorded in float32) is from the last step of training (float32 weights, whose
 # products a GPU took in TF32), on all 128 texts: relative in the radius, absolute in the rest; measured in that order
 # 3.1e-4 5.0e-4 1.4e-5 1.9e-3 for A, 3.4e-4 2.1e-4 9.6e-6 2.7e-3 for B, 4.8e-4 1.2e-3 7.2e-5 1.2e-2 for tied
-CAUSAL = {"radius": 6e-4, "inner_product": 1e-3, "share_above": 3e-5, "entropy": 4e-3}
-LOOPED = {"radius": 1e-3, "inner_product": 2e-3, "share_above": 1.5e-4, "entropy": 2e-2}
+CAUSAL = {"radius": 6e-4, "mean_inner_product": 1e-3, "aligned_pair_share": 3e-5, "entropy": 4e-3}
+LOOPED = {"radius": 1e-3, "mean_inner_product": 2e-3, "aligned_pair_share": 1.5e-4, "entropy": 2e-2}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def streams(recording):
     above = [((each @ each.mT) > 0.9).double().sum((-1, -2)).mean() for each in states]  # with the n pairs i = i
     return {
         "radius": path.radius[::2].double().mean((1, 2)).numpy(),
-        "inner_product": np.array([float(hs.mean_inner_product(each).mean()) for each in states]),
-        "share_above": (np.array(above) - n) / (n * (n - 1)),
+        "mean_inner_product": np.array([float(hs.mean_inner_product(each).mean()) for each in states]),
+        "aligned_pair_share": (np.array(above) - n) / (n * (n - 1)),
     }
 
 
@@ -98,7 +98,7 @@ def test_the_tied_block_can_be_called_48_times(recorded):
     assert str(deep.anatomy) == "post-norm; 48 layers of 1 tied block, width 192"
     assert deep.trajectory.states.shape == (97, 4, 128, 192)
     assert torch.equal(deep.trajectory.states[:49], recorded["tied"].trajectory.states)
-    assert (deep.stream(depth=96) - deep.stream(depth=94)).abs().max() > 1e-3
+    assert (deep.residual_stream(depth=96) - deep.residual_stream(depth=94)).abs().max() > 1e-3
     model = tf.AutoModelForMaskedLM.from_pretrained(
         hs.models.bundled_folder("tied"), num_hidden_layers=48, dtype=torch.float32
     )
@@ -106,7 +106,7 @@ def test_the_tied_block_can_be_called_48_times(recorded):
         states = model(**deep.batch.inputs, output_hidden_states=True).hidden_states
     assert len(states) == 49
     for depth, state in enumerate(states):
-        assert (deep.stream(depth=2 * depth) - state).abs().max() < 1e-4 * state.abs().max(), depth
+        assert (deep.residual_stream(depth=2 * depth) - state).abs().max() < 1e-4 * state.abs().max(), depth
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_history_of_training(name):
     steps = history.step.values
     assert len(steps) == 12
     assert steps[0] == 0
-    assert steps[-1] == history.looked.values[-1] == (6000 if name == "tied" else 8000)
+    assert steps[-1] == history.evaluation_step.values[-1] == (6000 if name == "tied" else 8000)
     assert np.abs(np.diff(np.log(steps[5:])) - np.log(steps[-1]) / 10).max() < 0.02
     sizes = {"step": 12, "block": 1 if name == "tied" else 12, "layer": layers, "depth": layers + 1, "head": 6}
     assert {key: history.sizes[key] for key in sizes} == sizes
@@ -183,7 +183,13 @@ def test_the_history_of_the_sibling():
     assert history.step.values[[0, -1]].tolist() == [0, 8000]
     assert all(np.isfinite(value).all() and value.attrs["long_name"] for value in history.data_vars.values())
     clouds = history[
-        ["aligned_pair_share", "inner_product", "participation_ratio", "effective_rank", "collapse_residual_frobenius"]
+        [
+            "aligned_pair_share",
+            "mean_inner_product",
+            "participation_ratio",
+            "effective_rank",
+            "collapse_residual_frobenius",
+        ]
     ]
     for name, value in clouds.items():
         after_attention, after_mlp = value.isel(depth=slice(1, None, 2)), value.isel(depth=slice(2, None, 2))

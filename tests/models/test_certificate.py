@@ -32,7 +32,7 @@ def test_half_precision_is_certified(family, dtype, monkeypatch):
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
 def test_faults_of_attention_are_caught(family, monkeypatch):
-    """Weights of the neighbouring head, rows with another sum, and a lost mask."""
+    """Weights of the neighboring head, rows with another sum, and a lost mask."""
     model, ids = tiny_model(family), inputs_of(family)
     anatomy, seen = find_anatomy(model, {"input_ids": ids})
     heard = [layer.attention[1].weights for layer in seen]
@@ -54,7 +54,7 @@ def test_faults_of_attention_are_caught(family, monkeypatch):
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("depth", range(7))
 def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
-    """States of the neighbouring token, recorded at one depth."""
+    """States of the neighboring token, recorded at one depth."""
     from helmscope.models.recorder import ResidualStream
 
     honest = ResidualStream.put

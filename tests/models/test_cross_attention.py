@@ -71,7 +71,7 @@ def test_a_replay_shows_cross_attention_as_a_half_of_its_own(family, batch_size)
     recording.replay(instrument)
     kept, path = recording.kept, recording.trajectory
     for k, half in enumerate(Half):
-        read = torch.stack([recording.stream(depth=3 * layer + k) for layer in range(3)])
+        read = torch.stack([recording.residual_stream(depth=3 * layer + k) for layer in range(3)])
         assert (instrument.put_together(half, "state") - read).abs().max() <= 1e-12 * read.abs().max()
         shown = torch.where(path.weights.unsqueeze(-1) > 0, instrument.put_together(half, "direction"), 0.0)
         assert (shown - path.states[k:-1:3]).abs().max() <= 1e-12  # zero vectors at padding
@@ -90,7 +90,7 @@ def test_a_replay_shows_cross_attention_as_a_half_of_its_own(family, batch_size)
             assert torch.equal(tensors.memory_visible, seen.bool())
             assert torch.equal(tensors.memory_weights, seen.double())
             assert torch.equal(context.visible, inputs["decoder_attention_mask"][context.rows].bool())
-    points = torch.stack([recording.points(layer=layer) for layer in range(3)])
+    points = torch.stack([recording.force_points(layer=layer) for layer in range(3)])
     assert (instrument.put_together(Half.MLP, "point") - points).abs().max() <= 1e-12
 
 
@@ -117,7 +117,7 @@ def test_what_takes_a_system_takes_both_stacks(family):
         assert hs.overview(each, beta=1.0).sizes["depth"] == 3 * steps + 1
         seen = hs.measure(each)
         assert seen["kernel_statistics"].sizes["layer"] == 3
-        assert np.isfinite(seen["drift_and_swirl"].attention_tangential_speed.values).all()
+        assert np.isfinite(seen["mlp_force"].attention_tangential_speed.values).all()
     lens = hs.logit_lens_kl(recording)
     assert lens.sizes["depth"] == 10
     assert np.abs(lens.kl[-1].values).max() <= 1e-6
@@ -157,7 +157,7 @@ def test_faults_of_cross_attention_are_caught(family):
         return {line.name for line in cross_lines(anatomy, seen, listened, inputs) if line.ok is False}
 
     assert failing() == set()
-    assert failing([each.roll(1, 1) for each in heard]) == {"cross records"}  # of the neighbouring head
+    assert failing([each.roll(1, 1) for each in heard]) == {"cross records"}  # of the neighboring head
     call, result = seen[1].cross
     for weights, caught in (
         (result.weights.roll(1, 1), {"cross records", "cross heads"}),
@@ -178,7 +178,7 @@ def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
     honest = ResidualStream.put
 
     def careless(self, at, rows, value):
-        deceived = self.radius.shape[0] == 10 and at == depth  # of the decoder, whose neighbours it takes
+        deceived = self.radius.shape[0] == 10 and at == depth  # of the decoder, whose neighbors it takes
         return honest(self, at, rows, value.roll(1, 1) if deceived else value)
 
     monkeypatch.setattr(ResidualStream, "put", careless)

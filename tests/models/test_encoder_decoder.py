@@ -1,5 +1,5 @@
 """Encoder-decoder models: both stacks, and cross-attention as a sub-step of its own, against the model's own forward
-and hooks written by hand.
+pass and hooks written by hand.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_states_at_every_depth_of_both_stacks(recorded):
         assert len(each.trajectory.times) == len(wanted) == 3 * steps + 1
         assert torch.equal(each.trajectory.weights[0].long(), inputs[mask])
         for depth, state in enumerate(wanted):
-            found = each.stream(depth=depth)
+            found = each.residual_stream(depth=depth)
             assert (found - state).abs().max() <= 1e-12 * state.abs().max(), depth
 
 
@@ -148,8 +148,8 @@ def test_a_text_alone_is_the_text_in_its_batch(recorded):
     for each, other in ((alone, recording), (alone.encoder, recording.encoder)):
         n = each.trajectory.states.shape[2]
         for depth in range(len(each.trajectory.times)):
-            wanted = each.stream(depth=depth)
-            assert (other.stream(depth=depth)[1:2, :n] - wanted).abs().max() <= bound * wanted.abs().max()
+            wanted = each.residual_stream(depth=depth)
+            assert (other.residual_stream(depth=depth)[1:2, :n] - wanted).abs().max() <= bound * wanted.abs().max()
     whole = record(model, inputs)
     assert (whole.logits() - recording.logits()).abs().max() <= bound * recording.logits().abs().max()
 
@@ -173,14 +173,14 @@ def test_forces_of_both_stacks_give_what_the_mlps_write(recorded):
     recording = record(model, pair_inputs(), keep=KeptTensors.WRITES)
     for each in (recording, recording.encoder):
         for layer, own in enumerate(each.anatomy.layers):
-            written = each.force(layer=layer).ambient(each.points(layer=layer))
+            written = each.force(layer=layer).ambient(each.force_points(layer=layer))
             if own.wiring.sandwich:
                 written = own.part(own.wiring.mlp)(written.detach()).detach()
             wanted = each.kept["mlp write"][layer]
             assert (written - wanted).norm() <= 1e-6 * wanted.norm()
         if each.anatomy.post_norm:  # directions before gain and bias are those that the force is evaluated at
             depth = each.anatomy.depths.at(1, Site.CROSS_MIDDLE if each is recording else Site.MIDDLE)
-            towards = torch.nn.functional.normalize(each.points(layer=1), dim=-1)
+            towards = torch.nn.functional.normalize(each.force_points(layer=1), dim=-1)
             shown = each.on_sphere.states[depth]
             assert (shown - towards * each.visible.unsqueeze(-1)).abs().max() <= 1e-12  # zero vectors at padding
 
@@ -223,9 +223,11 @@ def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
     assert (halved.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
     assert (logits - recording.logits()).abs().max() > 1e-4 * logits.abs().max()
     for depth, state in enumerate(wanted):
-        assert (halved.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
+        assert (halved.residual_stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert halved.certificate.ok
-    assert (recording.under(Ablate([1], site=Site.CROSS)).stream(depth=5) - halved.stream(depth=5)).abs().max() > 1e-3
+    assert (
+        recording.under(Ablate([1], site=Site.CROSS)).residual_stream(depth=5) - halved.residual_stream(depth=5)
+    ).abs().max() > 1e-3
     # what a state becomes is what is put there, and a patch of the unchanged state undoes the edit
     undone = halved.under(Patch([1], site=Site.CROSS_MIDDLE, source=recording))
     assert (undone.logits() - recording.logits()).abs().max() <= 1e-10 * logits.abs().max()
@@ -289,7 +291,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         handle.remove()
     for each, states in zip((edited.encoder, edited), wanted, strict=True):
         for depth, state in enumerate(states):
-            assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
+            assert (each.residual_stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
     assert ", under Ablate(layers=[2], site=Site.CROSS), with its encoder under Edit(site=" in repr(edited)
     assert "edit of the encoder" in edited._repr_html_()
@@ -339,7 +341,7 @@ def test_gradients_flow_through_both_stacks(family):
         handle.remove()
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() <= 1e-8 * other.abs().max()
-    state = under.stream(depth=5, gradients=True)
+    state = under.residual_stream(depth=5, gradients=True)
     assert torch.autograd.grad(state.sum(), push)[0].abs().max() > 0
     assert not recording.logits().requires_grad
 
@@ -377,7 +379,7 @@ def test_what_is_not_there_is_refused():
     with pytest.raises(HelmscopeError, match=r"source has 3 layers of 2 sub-steps of .* the model has 3 of 3"):
         recording.under(Patch([1], site=Site.INPUT, source=recording.encoder))
     with pytest.raises(HelmscopeError, match="depth is 10, but this recording has depths 0 to 9"):
-        recording.stream(depth=10)
+        recording.residual_stream(depth=10)
 
 
 def test_heads_of_other_kinds():

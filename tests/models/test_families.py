@@ -65,7 +65,7 @@ def test_the_states_agree_with_the_model(recorded):
     path = recording.trajectory
     assert len(path.times) == 7
     assert torch.allclose(path.states.norm(dim=-1), torch.ones(()), atol=1e-6)
-    found = torch.stack([recording.stream(depth=2 * layer) for layer in range(3)])
+    found = torch.stack([recording.residual_stream(depth=2 * layer) for layer in range(3)])
     assert (found - own).abs().max() <= 2e-6 * own.abs().max()
     centered = own - own.mean(-1, keepdim=True) if recording.anatomy.centered else own
     assert (path.radius[0:6:2] - centered.norm(dim=-1)).abs().max() <= 1e-5 * centered.norm(dim=-1).max()
@@ -144,7 +144,7 @@ def test_a_force_at_its_points_is_what_the_mlp_writes(recorded):
     family, model, _ = recorded
     recording = record(model, inputs_of(family), keep=KeptTensors.WRITES)
     for layer, found in enumerate(recording.anatomy.layers):
-        force, points = recording.force(layer=layer), recording.points(layer=layer)
+        force, points = recording.force(layer=layer), recording.force_points(layer=layer)
         written = force.ambient(points)
         if found.wiring.sandwich:  # through the norm behind it
             written = found.part(found.wiring.mlp)(written.detach()).detach()

@@ -82,7 +82,7 @@ def test_a_model_that_is_not_in_the_box_is_tried_on_them(tmp_path):
     assert subject.texts == TEXTS
     assert subject.held_out().texts == TEXTS
     assert len({ids[0] for ids in subject.token_ids}) >= 32
-    assert subject.recording_of(subject.texts[:2]).certificate.ok
+    assert subject.record(subject.texts[:2]).certificate.ok
     assert Subject(folder, ["One text."]).texts == ("One text.",)
     assert hs.record(folder).batch.visible_ids == subject.token_ids  # a recording without texts too
 

@@ -289,10 +289,10 @@ def test_a_layer_is_asked_for_by_its_name_and_number():
         assert torch.equal(recording.kernel(layer=layer), recording.kept["kernel"][layer])
     with pytest.raises(TypeError):
         recording.kernel(0)
-    for ask in (recording.kernel, recording.force, recording.points):
+    for ask in (recording.kernel, recording.force, recording.force_points):
         with pytest.raises(HelmscopeError, match="layer is 3, but this recording has layers 0 to 2"):
             ask(layer=3)
-    for ask in (recording.stream, recording.logits):
+    for ask in (recording.residual_stream, recording.logits):
         with pytest.raises(HelmscopeError, match="depth is 7, but this recording has depths 0 to 6"):
             ask(depth=7)
 
@@ -367,10 +367,10 @@ def test_the_observables_of_a_simulation_serve(family):
     told = hs.kernel_statistics(recording)
     assert told.entropy.dims == (recording.layer_axis, recording.replicate, "head")
     assert told.entropy.mean(("head", "prompt")).values == pytest.approx(entropy.numpy(), abs=1e-5)
-    drift = hs.drift_and_swirl(recording)
-    points = torch.nn.functional.normalize(recording.points(layer=1), dim=-1)
+    drift = hs.mlp_force(recording)
+    points = torch.nn.functional.normalize(recording.force_points(layer=1), dim=-1)
     force = recording.force(layer=1)(points).norm(dim=-1).mean()
-    assert float(drift.force[1].mean()) == pytest.approx(float(force), rel=1e-5)
+    assert float(drift.force_length[1].mean()) == pytest.approx(float(force), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -422,7 +422,7 @@ def test_instruments_see_what_is_kept():
     logits = kept["query"] @ wide.mT / 8**0.5
     hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
     assert (torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) - kept["kernel"]).abs().max() < 1e-6
-    streams = torch.stack([recording.stream(depth=depth) for depth in range(7)])
+    streams = torch.stack([recording.residual_stream(depth=depth) for depth in range(7)])
     assert (streams[0::2][:-1] + kept["attention write"] - streams[1::2]).abs().max() < 1e-6
     assert (streams[1::2] + kept["mlp write"] - streams[2::2]).abs().max() < 1e-6
     plain = record(model, ids)
@@ -696,13 +696,15 @@ def test_the_states_of_padding_are_zero_vectors(model):
     kept = record(model, UNEVEN)
     depth = 4
     again = recording.resume(depth=depth, states=recording.trajectory.states[depth])
-    torch.testing.assert_close(again.stream(depth=depth), recording.stream(depth=depth), rtol=1e-5, atol=1e-5)
-    assert recording.stream(depth=depth)[padding].norm(dim=-1).min() > 0
+    torch.testing.assert_close(
+        again.residual_stream(depth=depth), recording.residual_stream(depth=depth), rtol=1e-5, atol=1e-5
+    )
+    assert recording.residual_stream(depth=depth)[padding].norm(dim=-1).min() > 0
     assert (again.logits() - recording.logits()).abs().max() <= 1e-4 * recording.logits().abs().max()
     twice = again.resume(depth=6, states=again.trajectory.states[2])
-    torch.testing.assert_close(twice.stream(depth=6), again.stream(depth=6), rtol=1e-5, atol=1e-5)
-    assert torch.equal(kept.points(layer=2), recording.points(layer=2))
-    assert recording.points(layer=2)[padding].norm(dim=-1).min() > 0
+    torch.testing.assert_close(twice.residual_stream(depth=6), again.residual_stream(depth=6), rtol=1e-5, atol=1e-5)
+    assert torch.equal(kept.force_points(layer=2), recording.force_points(layer=2))
+    assert recording.force_points(layer=2)[padding].norm(dim=-1).min() > 0
     moved = recording.trajectory.states[depth].roll(1, 0)
     with pytest.raises(HelmscopeError, match=r"states has a vector of length 0 \(token 8 of text 0\), .* only padding"):
         recording.resume(depth=depth, states=moved)

@@ -1,4 +1,6 @@
-"""Replay of a recording: the values that instruments receive agree with the recorded ones, in one forward per chunk."""
+"""Replay of a recording: the values that instruments receive agree with the recorded ones, in one forward pass per
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class Everything(hs.Instrument):
 
 
 def count_forwards(model):
-    """A list that grows by one with every forward of the model's trunk."""
+    """A list that grows by one with every forward pass of the model's trunk."""
     calls = []
     model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
@@ -79,7 +81,7 @@ def test_what_passes_is_what_was_recorded(family, batch_size):
     assert all(context.step == 1 for context, _ in instrument.seen)
     kept, path = recording.kept, recording.trajectory
     first = instrument.put_together(Half.ATTENTION, "state")
-    alike(first, torch.stack([recording.stream(depth=2 * layer) for layer in range(3)]), 1e-13)
+    alike(first, torch.stack([recording.residual_stream(depth=2 * layer) for layer in range(3)]), 1e-13)
     alike(instrument.put_together(Half.ATTENTION, "direction"), path.states[:-1:2], 1e-13)
     for name in ("query", "key", "value"):
         alike(instrument.put_together(Half.ATTENTION, name), kept[name], 1e-13)
@@ -89,8 +91,8 @@ def test_what_passes_is_what_was_recorded(family, batch_size):
     depths = [2 * layer + (own[layer].wiring.kind is not Kind.PARALLEL) for layer in range(3)]
     assert [m.time for m, _ in instrument.seen if m.half is Half.MLP][:3] == depths
     read = instrument.put_together(Half.MLP, "state")
-    alike(read, torch.stack([recording.stream(depth=depth) for depth in depths]), 1e-13)
-    points = torch.stack([recording.points(layer=layer) for layer in range(3)])
+    alike(read, torch.stack([recording.residual_stream(depth=depth) for depth in depths]), 1e-13)
+    points = torch.stack([recording.force_points(layer=layer) for layer in range(3)])
     alike(instrument.put_together(Half.MLP, "point"), points, 1e-13)
     for context, tensors in instrument.seen:
         if context.half is Half.MLP and not own[context.layer].wiring.sandwich:
@@ -103,11 +105,11 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
     calls = count_forwards(model)
     seen = hs.measure(recording, *streaming_instruments())
     assert len(calls) == 3
-    assert set(seen) == {"kernel_statistics", "attention_drift", "attention_noise", "drift_and_swirl"}
+    assert set(seen) == {"kernel_statistics", "attention_drift", "attention_diffusion", "mlp_force"}
     assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
-    assert seen["drift_and_swirl"].attention_tangential_speed.dims == ("layer", "prompt")
+    assert seen["mlp_force"].attention_tangential_speed.dims == ("layer", "prompt")
     hs.kernel_statistics(recording)
-    hs.drift_and_swirl(recording)
+    hs.mlp_force(recording)
     assert len(calls) == 9
     assert recording.replay() == {}
     assert len(calls) == 9
@@ -116,7 +118,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bert"])
 def test_the_size_of_the_chunks_changes_nothing(family):
     model = tiny_model(family, dtype=F64)
-    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
+    instruments = hs.observe.KernelStatistics(), hs.observe.MlpForce()
     whole = record(model, PADDED).replay(*instruments)
     for size in (1, 2):
         for name, seen in record(model, PADDED, batch_size=size).replay(*instruments).items():
@@ -129,7 +131,7 @@ def test_the_size_of_the_chunks_changes_nothing(family):
 def test_padding_is_neither_counted_nor_seen(family):
     """The values of a prompt do not depend on the other prompts of the batch."""
     model = tiny_model(family, dtype=F64)
-    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
+    instruments = hs.observe.KernelStatistics(), hs.observe.MlpForce()
     recording = record(model, PADDED)
     together, told = recording.replay(*instruments), Everything(hs.types.Needs.ATTENTION)
     recording.replay(told)
@@ -170,9 +172,9 @@ def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
     model, attention, placement = same_blocks()
     recording = record(model, torch.randint(9, (3, 6), generator=torch.Generator().manual_seed(0)))
     block = hs.Block(attention, recording.forces[0].force, placement=placement)
-    simulation = hs.integrate(block, recording.stream(depth=0), times=[0.0, 1.0, 2.0], stepper=hs.Layer())
-    assert (simulation.stream(depth=2) - recording.stream(depth=4)).abs().max() < 1e-11
-    instruments = hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl()
+    simulation = hs.integrate(block, recording.residual_stream(depth=0), times=[0.0, 1.0, 2.0], stepper=hs.Layer())
+    assert (simulation.residual_stream(depth=2) - recording.residual_stream(depth=4)).abs().max() < 1e-11
+    instruments = hs.observe.KernelStatistics(), hs.observe.MlpForce()
     recorded, simulated = recording.replay(*instruments), simulation.replay(*instruments)
     for name, seen in recorded.items():
         assert set(seen) == set(simulated[name])
@@ -191,7 +193,7 @@ def test_a_resumed_recording_replays_its_layers():
         assert seen.layer.values.tolist() == list(again.layers) == list(range(min(depth // 2, 2), 3))
         layer = again.layers[-1] if depth < 6 else None
         if layer is not None:
-            alike(instrument.put_together(Half.MLP, "point")[-1], again.points(layer=layer), 1e-12)
+            alike(instrument.put_together(Half.MLP, "point")[-1], again.force_points(layer=layer), 1e-12)
     middle = recording.resume(depth=3, states=states[3].flip(1))
     instrument = Everything(hs.types.Needs.MLP)
     middle.replay(instrument)
@@ -227,14 +229,14 @@ def test_a_family_without_q_k_and_v_provides_everything_else():
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("olmo2", "system has an MLP without a norm before it in layer 0, but drift_and_swirl needs MLPs"),
+        ("olmo2", "system has an MLP without a norm before it in layer 0, but mlp_force needs MLPs"),
     ],
 )
 def test_a_model_that_an_instrument_does_not_fit(family, said):
     recording = record(tiny_model(family), inputs_of(family))
     with pytest.raises(hs.HelmscopeError, match=said):
-        hs.drift_and_swirl(recording)
-    heads = [] if family == "olmo2" else ["attention_drift", "attention_noise"]  # a norm follows the heads of olmo2
+        hs.mlp_force(recording)
+    heads = [] if family == "olmo2" else ["attention_drift", "attention_diffusion"]  # a norm follows the heads of olmo2
     supported = [each.name for each in streaming_instruments() if recording.unsupported_reason(each) is None]
     assert supported == ["kernel_statistics", *heads]
 
@@ -256,5 +258,5 @@ def test_half_precision_is_shown_in_single():
     recording.replay(instrument)
     for name in ("state", "direction", "write", "kernel", "query"):
         assert instrument.put_together(Half.ATTENTION, name).dtype == torch.float32
-    points = torch.stack([recording.points(layer=layer) for layer in range(3)])
+    points = torch.stack([recording.force_points(layer=layer) for layer in range(3)])
     alike(instrument.put_together(Half.MLP, "point"), points, 1e-5)

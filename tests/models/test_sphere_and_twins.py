@@ -86,7 +86,7 @@ def test_gains_near_zero_are_not_divided_by(family):
     mean = (inner.sum((-1, -2)) - n) / (n * (n - 1))
     assert (hs.mean_inner_product(path.states) - mean).abs().max() < 1e-10
     for layer in recording.layers:
-        where = recording.points(layer=layer)
+        where = recording.force_points(layer=layer)
         assert (where.norm(dim=-1) - 1).abs().max() < 1e-4
         assert (where / where.norm(dim=-1, keepdim=True) - wanted[2 * layer + 1]).abs().max() < 1e-10
 
@@ -94,7 +94,7 @@ def test_gains_near_zero_are_not_divided_by(family):
 def test_the_force_at_its_points_is_what_the_mlp_writes_under_small_gains():
     recording = record(small_gains("bert"), inputs_of("bert"), keep=hs.models.KeptTensors.WRITES)
     for layer in recording.layers:
-        found = recording.force(layer=layer).ambient(recording.points(layer=layer))
+        found = recording.force(layer=layer).ambient(recording.force_points(layer=layer))
         wanted = recording.kept["mlp write"][layer]
         assert (found - wanted).abs().max() < 1e-10 * wanted.abs().max()
 

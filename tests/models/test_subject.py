@@ -115,9 +115,9 @@ def test_halves_are_disjoint_and_stable_and_the_same_for_every_model():
 def test_a_model_is_recorded_once_for_all_subjects(folder, recorded, cache):
     first = Subject(folder, ROWS).recording
     assert Subject(str(folder), ROWS).recording is first
-    assert Subject(folder, ROWS).recording_of(ROWS) is first
+    assert Subject(folder, ROWS).record(ROWS) is first
     assert recorded == [12]
-    assert Subject(folder, ROWS).recording_of(ROWS[:4]).batch.inputs["input_ids"].shape == (4, 6)
+    assert Subject(folder, ROWS).record(ROWS[:4]).batch.inputs["input_ids"].shape == (4, 6)
     twins = list(Subject(folder, ROWS).twin_recordings(2, seed=3))
     assert [*Subject(folder, ROWS).twin_recordings(2, seed=3)] == twins
     assert recorded == [12, 4, 12, 12]
@@ -137,7 +137,7 @@ def test_the_cache_is_bounded(folder, recorded, cache):
     cache.most = 1
     for _ in range(2):
         Subject(folder, ROWS).recording  # noqa: B018
-        Subject(folder, ROWS).recording_of(ROWS[:4])
+        Subject(folder, ROWS).record(ROWS[:4])
     assert recorded == [12, 4, 12, 4]
     assert len(cache._values) == 1
 
@@ -213,7 +213,7 @@ def test_it_travels_as_plain_data(folder, monkeypatch):
         (Subject(tiny_model("gpt2"), ROWS), "model"),
         (Subject("A", tokenizer=object()), "tokenizer"),
     ):
-        assert not subject.sendable
+        assert not subject.picklable
         with pytest.raises(HelmscopeError, match=f"{what} of subject '.*' is in memory, where no other process"):
             subject.as_data()
 

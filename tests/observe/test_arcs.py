@@ -29,7 +29,7 @@ def test_arc_length_of_known_angles():
     # the second token moves by 0.1 and back by 0.3, the third by 0.2 and 0.2
     path = turning([[[0.0, 0.0, 1.0]], [[2.0, 0.1, 1.2]], [[2.0, -0.2, 1.4]]])
     assert arc_length(path).arc_length.values.ravel() == pytest.approx([0, 0.15, 0.4], abs=1e-14)
-    with_first = arc_length(path, first_token=True).arc_length.values.ravel()
+    with_first = arc_length(path, include_first_token=True).arc_length.values.ravel()
     assert with_first == pytest.approx([0, 2.3 / 3, 2.3 / 3 + 0.5 / 3], abs=1e-14)
 
 

@@ -13,14 +13,14 @@ from helmscope.fields.attention import SA, USA
 from helmscope.fields.multihead import MultiHead
 from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
-from helmscope.observe.attention_drift import AttentionDrift, attention_drift
-from helmscope.observe.attention_noise import (
-    AttentionNoise,
-    AttentionNoiseSpectrum,
-    attention_noise,
-    attention_noise_spectrum,
+from helmscope.observe.attention_diffusion import (
+    AttentionDiffusion,
+    AttentionDiffusionSpectrum,
+    attention_diffusion,
+    attention_diffusion_spectrum,
     spectrum_statistics,
 )
+from helmscope.observe.attention_drift import AttentionDrift, attention_drift
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.solve.integrate import integrate
 from helmscope.types import AttentionTensors, Half, HelmscopeError, ReplayContext
@@ -126,7 +126,7 @@ def oracle(context, tensors):
 
 def check_against_loops(system):
     seen = Seen()
-    measured = system.replay(seen, AttentionDrift(), AttentionNoise(), AttentionNoiseSpectrum(tokens=ALL))
+    measured = system.replay(seen, AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(tokens=ALL))
     axis = system.layer_axis
     for number, (context, tensors) in enumerate(seen.layers):
         per_head, total, moved = oracle(context, tensors)
@@ -142,7 +142,9 @@ def check_against_loops(system):
         expected |= {name: mean(value, weights) for name, value in total.items()}
         average = (weights[..., None] * moved).sum(1) / weights.sum(1)[:, None]
         expected["norm_of_mean_drift"] = np.linalg.norm(average, axis=-1)
-        for dataset in (measured[name] for name in ("attention_drift", "attention_noise", "attention_noise_spectrum")):
+        for dataset in (
+            measured[name] for name in ("attention_drift", "attention_diffusion", "attention_diffusion_spectrum")
+        ):
             for name in dataset.data_vars:
                 if name in expected:
                     actual = dataset[name].isel({axis: number}).values
@@ -173,19 +175,19 @@ def test_the_oracle_of_the_theory():
     bias = torch.tensor([0.5, 0.3, 0.2], dtype=F64).log().expand(3, 3)
     value = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=F64)
     run = integrate(SA(beta=0.0, bias=bias, value=value), x, [0.0])
-    noise, drift = attention_noise(run), attention_drift(run)
+    noise, drift = attention_diffusion(run), attention_drift(run)
     assert noise.nu_token_sampling.item() == pytest.approx((0.105 + 0.545 + 0.105) / 3, abs=1e-14)
     assert noise.nu_random_values.item() == pytest.approx((0.0351 + 0.1279 + 0.0351) / 3, abs=1e-14)
     assert noise.total_nu_as_printed.item() == pytest.approx((0.545 + 0.105) / 2, abs=1e-14)
     assert drift.drift.item() == pytest.approx((0.3 + 0.9 + 0.3) / 3, abs=1e-14)  # W_V m = (.9, .3)
-    spectrum = attention_noise_spectrum(run, tokens=3)
+    spectrum = attention_diffusion_spectrum(run, tokens=3)
     assert spectrum.anisotropy.item() == pytest.approx(1.0)  # the tangent space has one dimension
     assert spectrum.tokens.item() == 3
 
 
 def test_chunks_change_nothing():
     model = tiny_model("gpt2", dtype=F64)
-    instruments = AttentionDrift(), AttentionNoise(), AttentionNoiseSpectrum(tokens=2, seed=3)
+    instruments = AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(tokens=2, seed=3)
     whole = record(model, PADDED).replay(*instruments)
     small = record(model, PADDED, batch_size=1).replay(*instruments)
     for name, dataset in whole.items():
@@ -195,7 +197,7 @@ def test_chunks_change_nothing():
 
 def test_single_precision_is_close():
     ids = inputs_of("gpt2", batch=2, n=9)
-    wide, narrow = (attention_noise(record(tiny_model("gpt2", dtype=dtype), ids)) for dtype in (F64, torch.float32))
+    wide, narrow = (attention_diffusion(record(tiny_model("gpt2", dtype=dtype), ids)) for dtype in (F64, torch.float32))
     np.testing.assert_allclose(narrow.total_nu_token_sampling.values, wide.total_nu_token_sampling.values, rtol=2e-5)
     np.testing.assert_allclose(narrow.nu_random_values.values, wide.nu_random_values.values, rtol=1e-4)
 
@@ -206,15 +208,15 @@ def test_no_spread_means_no_ratio(dtype):
     same = x_of(1, 1, 3).to(dtype).expand(2, 4, 3)
     sharp = integrate(SA(beta=1e6), x_of(2, 4, 3).to(dtype), [0.0])
     for run in (integrate(SA(beta=1.0), same, [0.0]), sharp):
-        assert attention_noise(run).nu_token_sampling.values.tolist() == [[0.0, 0.0]]
+        assert attention_diffusion(run).nu_token_sampling.values.tolist() == [[0.0, 0.0]]
         assert np.isnan(attention_drift(run).drift_ratio.values).all()
     assert attention_drift(sharp).drift.values.max() < 1e-6
 
 
 def test_rows_above_1_have_a_drift_and_no_sampling_covariance():
     run = integrate(USA(beta=4.0), x_of(1, 4, 3), [0.0])
-    assert np.isnan(attention_noise(run).nu_token_sampling.values).all()
-    assert np.isnan(attention_noise_spectrum(run).total_rank.values).all()
+    assert np.isnan(attention_diffusion(run).nu_token_sampling.values).all()
+    assert np.isnan(attention_diffusion_spectrum(run).total_rank.values).all()
     assert attention_drift(run).drift.item() > 0
 
 
@@ -253,7 +255,7 @@ def test_a_state_that_is_not_finite_is_named():
         AttentionDrift().attention(context, tensors)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("seed", -1), ("top", 0), ("tolerance", 0.0)])
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("seed", -1), ("top", 0), ("tol", 0.0)])
 def test_arguments_are_checked(name, value):
     with pytest.raises(HelmscopeError, match=name):
-        AttentionNoiseSpectrum(**{name: value})
+        AttentionDiffusionSpectrum(**{name: value})

@@ -62,11 +62,11 @@ def divergence_by_loops(kernel):
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 def test_divergence_is_that_of_plain_sweeps(scale):
     kernel = rows(4, scale=scale)
-    np.testing.assert_allclose(balance_kl(kernel, tolerance=1e-13).tolist(), divergence_by_loops(kernel), atol=1e-10)
+    np.testing.assert_allclose(balance_kl(kernel, tol=1e-13).tolist(), divergence_by_loops(kernel), atol=1e-10)
 
 
 def test_balanced_kernels_have_rows_and_columns_of_sum_1():
-    balanced = balanced_kernel(rows(6, scale=3.0), tolerance=1e-12)
+    balanced = balanced_kernel(rows(6, scale=3.0), tol=1e-12)
     for sums in (balanced.sum(-1), balanced.sum(-2)):
         np.testing.assert_allclose(sums.tolist(), 1, atol=1e-10)
 
@@ -105,8 +105,8 @@ def test_column_sums_of_the_causal_uniform_kernel():
 
 def test_what_did_not_converge_is_nan():
     sharp = rows(8, scale=60.0)
-    assert balance_kl(sharp, max_sweeps=1).isnan().all()
-    assert balance_kl(sharp, max_sweeps=200).isfinite().all()
+    assert balance_kl(sharp, max_iterations=1).isnan().all()
+    assert balance_kl(sharp, max_iterations=200).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["bert"])
@@ -125,7 +125,7 @@ def test_padding_and_chunks_change_nothing(family):
     assert together.balance_kl.values[0, 1, 0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tolerance", 0.0), ("max_sweeps", 0)])
+@pytest.mark.parametrize(("name", "value"), [("tol", 0.0), ("max_iterations", 0)])
 def test_arguments_are_checked(name, value):
     with pytest.raises(HelmscopeError, match=name):
         Bistochasticity(**{name: value})

@@ -48,18 +48,18 @@ def row_of(calibration, measurement, quantity, size, repetitions=100, number=0):
 # what the estimators have on average at a finite size, by hand
 EXPECTED = [
     (
-        "attention_noise",
+        "attention_diffusion",
         "nu_token_sampling",
         8,
         (7 / 8) ** 2 / 8,
     ),  # T x_i = 0: n - 1 values about a mean of which they are 1/n each
-    ("attention_noise", "nu_random_values", 8, (7 / 8) ** 2 / 64),
+    ("attention_diffusion", "nu_random_values", 8, (7 / 8) ** 2 / 64),
     ("attention_surface_divergence", "surface_divergence", 8, -3 / 8),  # -(d - 1) <x_i, m>
     ("mlp_jacobian", "weighted_trace", 8, 7 / 8),  # C divides by n, and tr(J E C) = 1
     ("gate_sparsity", "silent_share", 8, (0.5**8 + 0.25**8 + 0.95**8) / 3),
-    ("depth_flow", "exponent", 1, math.log((1.5 + 0.75) / 2)),  # the mean of log |T w| over the circle
-    ("depth_flow", "exponent", 4, math.log((1.5**4 + 0.75**4) / 2) / 4),
-    ("depth_flow", "square", 4, (1.5**8 + 0.75**8) / 2),
+    ("perturbation_growth", "exponent", 1, math.log((1.5 + 0.75) / 2)),  # the mean of log |T w| over the circle
+    ("perturbation_growth", "exponent", 4, math.log((1.5**4 + 0.75**4) / 2) / 4),
+    ("perturbation_growth", "square", 4, (1.5**8 + 0.75**8) / 2),
     ("context_noise", "nu_context", 8, 1.5 * 1.25 / 5 / 2),
     ("context_noise", "nu_random_values", 8, 0.8 * 1.25 / 5 / 2),
 ]
@@ -82,7 +82,7 @@ def misses(calibration, measurement, quantity, size, repetitions):
 @pytest.mark.parametrize(
     ("measurement", "quantity", "size"),
     [
-        ("attention_noise", "nu_token_sampling", 8),
+        ("attention_diffusion", "nu_token_sampling", 8),
         ("depth_steps", "median_angle", 8),
         ("effective_beta", "beta_without_self", 8),
     ],
@@ -97,7 +97,7 @@ def test_standard_errors_that_are_too_small_are_noticed(calibration, monkeypatch
     """As if the tokens of a prompt were replicates: errors smaller by a factor of 2 for four tokens each."""
     plain = reduce.moments
     monkeypatch.setattr(reduce, "moments", lambda x, scale: (plain(x, scale)[0], plain(x, scale)[1] / 2))
-    low, high = misses(calibration, "attention_noise", "nu_token_sampling", 8, 400)
+    low, high = misses(calibration, "attention_diffusion", "nu_token_sampling", 8, 400)
     assert low + high > 2 * stats.binom.ppf(0.999, 400, 0.068)
 
 
@@ -148,7 +148,7 @@ def test_the_page_is_in_step_with_the_script(calibration):
         assert [row[:3] for row in rows] == [(name, str(n), law.unit) for n in law.sizes for name in law.truths(n)]
         for name, size, _, truth in rows:
             assert float(truth) == pytest.approx(law.truths(int(size))[name], rel=1e-3)
-    law = law_of(calibration, "drift_and_swirl")
+    law = law_of(calibration, "mlp_force")
     text = sections[f"{law.measurement}: {law.text}"]
     for row in calibration.calibrated(law, law.sizes[0], law.repetitions):
         written = next(line for line in text.splitlines() if line.startswith(f"| {row.quantity} | {row.size} |"))

@@ -44,7 +44,7 @@ class Seen(hs.Instrument):
 def test_groups_agree_with_loops(family):
     model = tiny_model(family, dtype=F64)
     recording = record(model, inputs_of(family, batch=1, n=5))
-    groups = context_groups(recording, CONTEXTS, groups=3, least=6, first_position=4)
+    groups = context_groups(recording, CONTEXTS, groups=3, min_contexts=6, first_position=4)
     measured = context_noise(groups)
     seen = Seen()
     record(model, CONTEXTS, batch_size=100).replay(seen)
@@ -144,9 +144,9 @@ def test_contexts_hold_no_held_out_text():
 def test_refusals():
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=1, n=5))
     with pytest.raises(HelmscopeError, match="no word at the same position in 31"):
-        context_groups(recording, CONTEXTS, least=31)
-    with pytest.raises(HelmscopeError, match="least is 3"):
-        context_groups(recording, CONTEXTS, least=3)
+        context_groups(recording, CONTEXTS, min_contexts=31)
+    with pytest.raises(HelmscopeError, match="min_contexts is 3"):
+        context_groups(recording, CONTEXTS, min_contexts=3)
     with pytest.raises(HelmscopeError, match="must be a Recording"):
         context_groups(None, CONTEXTS)
 

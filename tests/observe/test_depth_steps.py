@@ -58,19 +58,19 @@ def oracle(path, tokens):
 
 def test_all_values_agree_with_loops():
     path = random_path()
-    for first_token, tokens in ((False, (1, 2, 3)), (True, (0, 1, 2, 3))):
-        measured = depth_steps(path, first_token=first_token)
+    for include_first_token, tokens in ((False, (1, 2, 3)), (True, (0, 1, 2, 3))):
+        measured = depth_steps(path, include_first_token=include_first_token)
         for name, values in oracle(path, tokens).items():
             assert measured[name].values == pytest.approx(values, abs=1e-12, nan_ok=True), name
 
 
 def test_steps_of_a_circle_and_of_a_zigzag():
     h = 0.3
-    on = depth_steps(circle([0, h, 2 * h, 3 * h]), first_token=True)
+    on = depth_steps(circle([0, h, 2 * h, 3 * h]), include_first_token=True)
     assert on.update_cosine.values[2:].ravel() == pytest.approx([1, 1], abs=1e-14)
     assert on.ambient_cosine.values[2:].ravel() == pytest.approx([math.cos(h)] * 2, abs=1e-14)
     assert on.arc_length.values.ravel() == pytest.approx([0, h, 2 * h, 3 * h], abs=1e-14)
-    back = depth_steps(circle([0, h, 0, h]), first_token=True)
+    back = depth_steps(circle([0, h, 0, h]), include_first_token=True)
     assert back.update_cosine.values[2:].ravel() == pytest.approx([-1, -1], abs=1e-14)
     assert back.net_angle.values.ravel() == pytest.approx([0, h, 0, h], abs=1e-14)
 
@@ -80,7 +80,9 @@ def test_a_right_turn_of_two_geodesics():
     u = torch.tensor([0, 0.5, 0], dtype=F64)
     y = exp(x, u)
     z = exp(y, torch.tensor([0, 0, 0.2], dtype=F64))
-    steps = depth_steps(Trajectory(torch.arange(3.0), torch.stack([x, y, z]).reshape(3, 1, 1, 3)), first_token=True)
+    steps = depth_steps(
+        Trajectory(torch.arange(3.0), torch.stack([x, y, z]).reshape(3, 1, 1, 3)), include_first_token=True
+    )
     assert float(steps.update_cosine[2, 0]) == pytest.approx(0, abs=1e-14)
     assert steps.angle.values.ravel()[1:] == pytest.approx([0.5, 0.2], abs=1e-14)
 
@@ -124,14 +126,14 @@ def test_tokens_at_rest_and_identical_tokens_have_no_cosine():
     assert np.isnan(steps.ambient_cosine.values).all()
     x = random_path(3, systems=1, tokens=1).states  # a cluster: every token is the same
     merged = depth_steps(Trajectory(torch.arange(3.0), x.expand(3, 1, 4, 6)))
-    alone = depth_steps(Trajectory(torch.arange(3.0), x), first_token=True)
+    alone = depth_steps(Trajectory(torch.arange(3.0), x), include_first_token=True)
     assert float(merged.update_cosine[2, 0]) == pytest.approx(float(alone.update_cosine[2, 0]), abs=1e-14)
 
 
 def test_one_moving_token_decides_the_cosine():
     states = circle([0, 0.1, 0.2]).states
     moving = torch.cat([states, states[:1].expand(3, 1, 1, 2)], 2)
-    assert float(depth_steps(Trajectory(torch.arange(3.0), moving), first_token=True).update_cosine[2, 0]) == 1
+    assert float(depth_steps(Trajectory(torch.arange(3.0), moving), include_first_token=True).update_cosine[2, 0]) == 1
 
 
 def test_states_that_are_not_finite_are_named():
@@ -164,7 +166,7 @@ def test_a_resumed_recording_keeps_the_names_of_its_halves():
 def test_a_simulated_flow_moves_at_the_speed_of_its_field():
     start = random_path(1).states[0]
     field, h = SA(beta=2.0), 1e-3
-    steps = depth_steps(integrate(field, start, times=[0.0, h, 2 * h]), first_token=True)
+    steps = depth_steps(integrate(field, start, times=[0.0, h, 2 * h]), include_first_token=True)
     speed = torch.linalg.vector_norm(project(start, field.velocity(start)), dim=-1).mean(-1)
     assert steps.angle.values[1] / h == pytest.approx(speed.numpy(), rel=1e-2)
     assert (steps.update_cosine.values[2] > 0.999).all()

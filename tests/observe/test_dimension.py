@@ -204,8 +204,11 @@ def test_coverage_of_the_exact_interval() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: two_nn(uniform(7, 2)), "points have 7 distinct ones that count, but a dimension needs at least 8"),
-        (lambda: two_nn(torch.ones(30, 2)), "points have 1 distinct ones"),
+        (
+            lambda: two_nn(uniform(7, 2)),
+            "only 7 points are distinct and have positive weight, but a",
+        ),
+        (lambda: two_nn(torch.ones(30, 2)), "only 1 point is distinct and has positive weight, but"),
         (lambda: two_nn(uniform(30, 2)[None]), r"points have shape \(1, 30, 2\), but they must be one cloud, \(n, d\)"),
         (lambda: two_nn(uniform(30, 2), torch.arange(30.0)), "weights are 1 to 29, but nearest neighbors need equal"),
         (lambda: two_nn(torch.cartesian_prod(*[torch.arange(4.0)] * 2)), "two equally near neighbors each"),
@@ -213,7 +216,7 @@ def test_coverage_of_the_exact_interval() -> None:
         (lambda: gride(uniform(30, 2), neighbor=15), "30 nearest neighbors need at least 31 points"),
         (lambda: two_nn_fit(uniform(30, 2), discarded=1.0), "discarded is 1.0, but it must be above 0 and below 1"),
         (lambda: dimension_by_scale(uniform(30, 2), neighbors=[]), "neighbors is .*, but it must hold at least one"),
-        (lambda: dimension_by_size(uniform(30, 2), halvings=3), "points have 3 distinct ones"),
+        (lambda: dimension_by_size(uniform(30, 2), halvings=3), "only 3 points are distinct and have positive weight"),
     ],
 )
 def test_bad_input(call: object, message: str) -> None:

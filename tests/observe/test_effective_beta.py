@@ -65,7 +65,7 @@ def test_a_by_hand():
     for prompt, ids in enumerate(recording.batch.visible_ids):
         n, d = len(ids), 192
         with torch.no_grad():
-            y = recording.stream(depth=6)[prompt, :n]
+            y = recording.residual_stream(depth=6)[prompt, :n]
             read = block.ln_1(y)
             weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
             query, key = (

@@ -63,25 +63,25 @@ def by_hand(model, layer):
     x = (z - norm.bias) / norm.weight / math.sqrt(D)
     assert (x.norm(dim=-1) - 1).abs().max() < 1e-12
     folded = potential_and_slope(math.sqrt(D) * read * norm.weight, bias + read @ norm.bias, written, x)
-    return {"unit_sphere": folded, "norm_output": potential_and_slope(read, bias, written, z)}
+    return {"unit_sphere": folded, "mlp_input": potential_and_slope(read, bias, written, z)}
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 def test_both_coordinates_are_their_own_closed_forms(spread):
     model = encoder(spread)
-    seen = hs.drift_and_swirl(hs.record(model, IDS))
+    seen = hs.mlp_force(hs.record(model, IDS))
     for layer in range(2):
         for name, (potential, slope) in by_hand(model, layer).items():
             assert seen[f"potential_{name}"][layer].values == pytest.approx(potential.mean(-1).numpy(), rel=1e-9)
-            assert seen[f"gradient_{name}"][layer].values == pytest.approx(slope.mean(-1).numpy(), rel=1e-9)
+            assert seen[f"gradient_length_{name}"][layer].values == pytest.approx(slope.mean(-1).numpy(), rel=1e-9)
 
 
 def changes(model):
     """How far folding moves |grad U|, a mean over the tokens of a prompt, and U of every token, in every layer."""
-    seen = hs.drift_and_swirl(hs.record(model, IDS), per_token=True)
+    seen = hs.mlp_force(hs.record(model, IDS), per_token=True)
     found = []
-    for quantity, axes in (("gradient", ["prompt"]), ("token_potential", ["prompt", "token"])):
-        folded, plain = (seen[f"{quantity}_{name}"] for name in ("unit_sphere", "norm_output"))
+    for quantity, axes in (("gradient_length", ["prompt"]), ("token_potential", ["prompt", "token"])):
+        folded, plain = (seen[f"{quantity}_{name}"] for name in ("unit_sphere", "mlp_input"))
         found.append((abs(folded - plain).mean(axes) / abs(plain).mean(axes)).values)
     return found
 

@@ -18,7 +18,7 @@ from helmscope.observe import (
     matrix_entropy,
     neighbor_entropy,
 )
-from helmscope.observe.entropy import CommonRange, moments_of, surface_fisher_information
+from helmscope.observe.entropy import PooledClouds, moments_of, surface_fisher_information
 from helmscope.observe.neighbor_entropy import NeighborDistances, distinct, principal_projection
 from helmscope.types import Trajectory
 
@@ -201,7 +201,7 @@ def test_ranks_that_change_are_not_minus_infinity() -> None:
     assert again.attrs["rank"] == 3
     assert again.attrs["undefined"] == "none"
     expected = gaussian_entropy(hs.sphere.retract(trajectory.states[2, :, 1:, :3]).flatten(0, 1))
-    common = CommonRange.of(hs.observe.without_first_token(trajectory))
+    common = PooledClouds.of(hs.observe.without_first_token(trajectory))
     assert float(common.moments[2].whole.gaussian_entropy) == pytest.approx(float(expected), rel=1e-12)
 
 

@@ -41,7 +41,7 @@ def test_a_subject_and_its_texts():
     texts = ["Once upon a time", "The cat sat on the mat"]
     measured = attention_mlp_factorial(Subject("A"), texts=texts, arms=ARMS[:1], gap=1)
     assert measured.sizes["prompt"] == 2
-    assert measured.isel(arm=0).drop_vars("arm").equals(cloud_statistics(Subject("A").recording_of(texts), gap=1))
+    assert measured.isel(arm=0).drop_vars("arm").equals(cloud_statistics(Subject("A").record(texts), gap=1))
 
 
 def test_bad_arguments(recording):

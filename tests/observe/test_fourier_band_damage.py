@@ -161,7 +161,7 @@ def test_attention_that_averages_removes_high_frequencies_and_the_identity_keeps
     recording = plain.under(ReplaceKernel(function=lambda weights: kernel.expand_as(weights)))
     bands = {"constant": (0.0, 0.0), "low": (0.2, 0.25), "high": (0.75, 1.0)}
     measured = fourier_band_damage(recording, bands=bands, relative_norm=0.3)
-    states = recording.stream(depth=0)
+    states = recording.residual_stream(depth=0)
     centering = torch.eye(8, dtype=F64) - 1 / 8
     for number, (name, band) in enumerate(bands.items()):
         seed = int(np.random.SeedSequence([0, number, 0]).generate_state(1)[0])

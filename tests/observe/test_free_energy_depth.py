@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import helmscope as hs
 from helmscope.geometry import surface
 from helmscope.observe import free_energy_along_depth
-from helmscope.observe.attention_noise import attention_noise
-from helmscope.observe.force_terms import force_terms
+from helmscope.observe.attention_diffusion import attention_diffusion
 from helmscope.observe.free_energy import free_energy_unsupported, misfit
+from helmscope.observe.mlp_drift_terms import mlp_drift_terms
 
 F64 = torch.float64
 
@@ -54,7 +54,7 @@ def test_the_terms_of_a_force_are_those_of_autograd(gated: bool, centered: bool)
     def drift(point: torch.Tensor) -> torch.Tensor:
         return mlp.ambient(point @ basis.T) @ basis
 
-    found = force_terms(mlp, z @ basis.T, radius, centered=centered)
+    found = mlp_drift_terms(mlp, z @ basis.T, radius, centered=centered)
     torch.testing.assert_close(found.divergence, surface.divergence(drift, z) / radius, atol=1e-11, rtol=0)
     torch.testing.assert_close(found.laplacian, surface.laplacian(potential, z) / radius, atol=1e-11, rtol=0)
     work = (surface.gradient(potential, z) * drift(z)).sum(-1) / radius**2
@@ -83,7 +83,7 @@ def deviation(measured, name: str) -> np.ndarray:
 
 
 def test_the_predicted_curves_are_the_measured_ones(flow: hs.Simulation) -> None:
-    measured = free_energy_along_depth(flow, tokens=None, first_token=True)
+    measured = free_energy_along_depth(flow, tokens=None, include_first_token=True)
     for name in ("gaussian_predicted_entropy", "gaussian_predicted_free_energy"):
         assert np.abs(deviation(measured, name)).max() < 3, name
     assert measured.attrs["gaussian_predicted_entropy_misfit"] < 0.1
@@ -95,7 +95,7 @@ def test_the_predicted_curves_are_the_measured_ones(flow: hs.Simulation) -> None
 def test_the_other_sign_of_the_potential_predicts_something_else(flow: hs.Simulation) -> None:
     downhill = replace(UPHILL, w_out=-UPHILL.w_out)
     wrong = replace(flow, problem=replace(flow.problem, field=downhill))
-    measured = free_energy_along_depth(wrong, tokens=None, first_token=True)
+    measured = free_energy_along_depth(wrong, tokens=None, include_first_token=True)
     for name in ("gaussian_predicted_entropy", "gaussian_predicted_free_energy"):
         assert np.abs(deviation(measured, name))[-3:].min() > 10, name
     assert measured.attrs["gaussian_predicted_free_energy_misfit"] > 1
@@ -108,14 +108,14 @@ def test_near_the_uniform_density_the_divergence_predicts_the_gaussian_entropy()
     weak = hs.MLP(w_in=rows, w_out=0.02 * rows.T, activation=hs.activations.Identity())
     start = hs.sphere.retract(hs.Uniform(64, 24).sample(64, seed=1) + 0.1 * torch.eye(24, dtype=F64)[0])
     run = hs.integrate(weak, start, times=TIMES, noise=hs.noise.IsotropicNoise(0.01), seed=2)
-    measured = free_energy_along_depth(run, tokens=None, first_token=True)
+    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
     assert measured.attrs["predicted_entropy_misfit"] < 0.15
     assert measured.attrs["predicted_free_energy_misfit"] < 0.1
 
 
 def test_without_noise_the_rate_is_the_work_of_the_force() -> None:
     run = hs.integrate(UPHILL, hs.Uniform(16, D).sample(8, seed=4), times=[0.0, 1e-3])
-    measured = free_energy_along_depth(run, tokens=None, first_token=True)
+    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
     x = run.states[0].flatten(0, 1)
     gradient = surface.gradient(hs.helmholtz(UPHILL).potential, x)
     expected = -1e-3 * float(gradient.square().sum(-1).mean())
@@ -128,7 +128,7 @@ def test_the_rates_of_a_gradient_add_up_to_the_formula() -> None:
     run = hs.integrate(
         UPHILL, hs.Uniform(16, D).sample(8, seed=4), times=[0.0, 1e-9], noise=hs.noise.IsotropicNoise(NU), seed=0
     )
-    measured = free_energy_along_depth(run, tokens=None, first_token=True)
+    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
     x = run.states[0].flatten(0, 1)
     potential = hs.helmholtz(UPHILL).potential
     slope = float(surface.gradient(potential, x).square().sum(-1).mean())
@@ -161,7 +161,7 @@ def test_a_model_is_measured_as_by_hand() -> None:
     """Delta F of one MLP and one attention half-step, with every cloud without one prompt computed again."""
     recording = hs.record(small_model(), TEXTS)
     measured = free_energy_along_depth(recording, tokens=None)
-    nus = attention_noise(recording).total_nu_token_sampling.values
+    nus = attention_diffusion(recording).total_nu_token_sampling.values
     basis = torch.linalg.qr(torch.cat([torch.ones(10, 1, dtype=F64), torch.eye(10, dtype=F64)], 1))[0][:, 1:10]
 
     def free_energy(depth: int, layer: int, kept: list[int]) -> float:

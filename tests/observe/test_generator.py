@@ -80,8 +80,8 @@ def test_without_noise_it_is_the_rate_along_the_flow():
         rate = sphere_generator(field, wavy, X)
         h = 1e-3
         ahead, behind = (X + t * field(X) for t in (h, -h))
-        centred = (wavy(hs.sphere.retract(ahead)) - wavy(hs.sphere.retract(behind))) / (2 * h)
-        assert (rate - centred).abs().max() < 1e-5
+        centered = (wavy(hs.sphere.retract(ahead)) - wavy(hs.sphere.retract(behind))) / (2 * h)
+        assert (rate - centered).abs().max() < 1e-5
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5], dtype=F64)
     weighted = sphere_generator(hs.SA(2.0), wavy, X, weights=weights)
     velocity = hs.SA(2.0)(X, weights=weights)

@@ -127,7 +127,7 @@ def test_the_splitting_defect_is_that_of_both_writes_at_the_first_state(h: float
     x = (2.0 if isinstance(placement, hs.fields.PreNorm) else 1.0) * hs.Uniform(6, 4).sample(3, seed=5)
     run = layers(block, x, h=h)
     bank = ProbeBank.of(run)
-    found = generator_test(run, bank=bank, first_token=True)
+    found = generator_test(run, bank=bank, include_first_token=True)
     unit = retract(x)
     length = x.norm(dim=-1, keepdim=True)
     writes = hs.SA(2.0).ambient(unit) + block.mlp.ambient(unit)
@@ -158,7 +158,7 @@ def test_sigma_a_errs_by_its_contraction_with_the_hessian() -> None:
     x, bank = hs.Uniform(5, 4).sample(2, seed=8), ProbeBank.around(hs.Uniform(9, 4).sample(seed=9), per_kind=2)
     field, value = hs.SA(3.0, value=normal(4, 4)), None
     run = layers(field, x, h=0.5)
-    found = generator_test(run, bank=bank, first_token=True, tokens=99)
+    found = generator_test(run, bank=bank, include_first_token=True, tokens=99)
     value = x @ field.value.mT
     sigma = 0.25 * token_sampling_covariance(field.kernel(x), value)
     tangent = torch.eye(4, dtype=F64) - x.unsqueeze(-1) * x.unsqueeze(-2)
@@ -175,13 +175,13 @@ def test_sigma_a_errs_by_its_contraction_with_the_hessian() -> None:
     np.testing.assert_allclose(found.sampling_error.values[0], error.numpy(), rtol=1e-9)
     drift = torch.func.jvp(lambda y: bank(retract(y)), (x,), (step,))[1]
     for name, predicted in (
-        ("explained_share_sampling", drift + noise),
-        ("explained_share_sampled_step", drift + second + noise),
+        ("explained_share_sigma", drift + noise),
+        ("explained_share_second_moment_and_sigma", drift + second + noise),
     ):
         share = 1 - ((change - predicted).square().mean(1) / change.square().mean(1)).mean(-1)
         np.testing.assert_allclose(found[name].values[0], share.numpy(), rtol=1e-9)
-    np.testing.assert_allclose(found.order_sampling.values, 2, atol=0.05)
-    assert bool((found.explained_share_sampled_step < found.explained_share_second_moment).all())
+    np.testing.assert_allclose(found.order_sigma.values, 2, atol=0.05)
+    assert bool((found.explained_share_second_moment_and_sigma < found.explained_share_second_moment).all())
 
 
 def gpt2(layers: int = 2) -> GPT2LMHeadModel:
@@ -204,9 +204,9 @@ def test_a_model_against_its_own_modules() -> None:
     found = generator_test(recording, bank=bank)
     assert found.explained_share.dims == ("layer", "prompt")
     for layer, block in enumerate(model.transformer.h):
-        y, end = recording.stream(depth=2 * layer), recording.stream(depth=2 * layer + 2)
+        y, end = recording.residual_stream(depth=2 * layer), recording.residual_stream(depth=2 * layer + 2)
         with torch.no_grad():
-            writes = recording.stream(depth=2 * layer + 1) - y + block.mlp(block.ln_2(y))
+            writes = recording.residual_stream(depth=2 * layer + 1) - y + block.mlp(block.ln_2(y))
         x, after, first = (retract(each - each.mean(-1, keepdim=True))[:, 1:] for each in (y, end, y + writes))
         change = bank(after) - bank(x)
         weight = 1 / change.square().mean(1)
@@ -248,7 +248,7 @@ def test_families_without_two_halves_that_add_leave_out_what_needs_them() -> Non
     bert = BertModel(BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=16)).eval()
     found = generator_test(hs.record(bert, IDS))
     assert "splitting_defect" not in found
-    assert "explained_share_sampling" not in found
+    assert "explained_share_sigma" not in found
     assert "post-norm model" in found.attrs["left_out"]
     assert bool(np.isfinite(found.explained_share).all())
     neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2, use_parallel_residual=True)).eval()

@@ -21,7 +21,7 @@ def run_blocks(file: str) -> dict[str, Any]:
 
 def test_the_blocks_run() -> None:
     names = run_blocks("instruments.md")
-    assert set(names["measured"]) == set(measurement_names()) - {"mlp_projection", "jko_layer"}  # four prompts
+    assert set(names["measured"]) == set(measurement_names()) - {"mlp_swirl_bound", "jko_step_test"}  # four prompts
     assert names["means"].attrs["n"] == 3
     assert 0.5 < names["largest"] < 1.5
     assert names["attention"].shape == (12,)

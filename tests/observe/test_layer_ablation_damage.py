@@ -14,7 +14,7 @@ from helmscope.models.sites import Chunk, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.head_ablation_damage import KernelRank, head_ablation_damage, head_interaction, matched_pairs
 from helmscope.observe.layer_ablation_damage import (
-    AblationForm,
+    AblationKind,
     LayerPart,
     layer_ablation_damage,
     noise_seed,
@@ -66,13 +66,13 @@ def noise(half):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", list(AblationForm))
+@pytest.mark.parametrize("kind", list(AblationKind))
 @pytest.mark.parametrize("part", list(LayerPart))
-def test_layers_agree_with_loops_over_half_steps(form, part):
+def test_layers_agree_with_loops_over_half_steps(kind, part):
     model = gpt2()
     measured = layer_ablation_damage(
-        record(model, IDS), forms=[form], parts=[part], relative_norm=RELATIVE, seed=SEED
-    ).isel(part=0, form=0)
+        record(model, IDS), kinds=[kind], parts=[part], relative_norm=RELATIVE, seed=SEED
+    ).isel(part=0, kind=0)
     writes = {}
 
     def remember(layer, half, state, write):
@@ -86,9 +86,9 @@ def test_layers_agree_with_loops_over_half_steps(form, part):
         def changed(layer, half, state, write, ablated=ablated):
             if layer != ablated or half not in halves:
                 return state + write
-            if form is AblationForm.ZERO:
+            if kind is AblationKind.ZERO:
                 return state
-            if form is AblationForm.MEAN:
+            if kind is AblationKind.MEAN:
                 return state + writes[layer, half].mean((0, 1))
             after = state + write
             return after + RELATIVE * after.norm(dim=-1, keepdim=True) * noise(half)
@@ -101,7 +101,7 @@ def test_layers_agree_with_loops_over_half_steps(form, part):
         found = measured.sel(layer=ablated)
         np.testing.assert_allclose(found.kl, kl, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found.loss_increase, loss, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(found.change, sizes[ablated], rtol=1e-9)
+        np.testing.assert_allclose(found.relative_change, sizes[ablated], rtol=1e-9)
         np.testing.assert_allclose(found.repaired_share, 1 - sizes[-1] / sizes[ablated], rtol=1e-9, atol=1e-9)
 
 
@@ -129,8 +129,8 @@ def test_linear_layers_repair_what_the_closed_form_says(rate):
             block.mlp.c_proj.weight.copy_(rate * free)
             block.mlp.c_proj.bias.copy_(-40 * rate * free.sum(0))
             block.mlp.c_proj.bias[dim // 2 :] += 1e-6 * torch.tensor([1.0, -2.0, 3.0, -2.0])
-    measured = layer_ablation_damage(record(model, IDS), forms=[AblationForm.ZERO], parts=[LayerPart.MLP])
-    share = measured.repaired_share.isel(part=0, form=0)
+    measured = layer_ablation_damage(record(model, IDS), kinds=[AblationKind.ZERO], parts=[LayerPart.MLP])
+    share = measured.repaired_share.isel(part=0, kind=0)
     growth = 1 + rate / (1 + 1e-5) ** 0.5  # the norm's epsilon
     for layer in range(layers):
         np.testing.assert_allclose(share.sel(layer=layer), 1 - growth ** (layers - 1 - layer), atol=2e-5)
@@ -156,7 +156,7 @@ def test_noise_has_its_norm_and_stays_in_the_range_of_a_matrix():
 
 def test_draws_are_averaged():
     recording = record(gpt2(), IDS)
-    options = {"forms": [AblationForm.NOISE], "layers": 1}
+    options = {"kinds": [AblationKind.NOISE], "layers": 1}
     both = layer_ablation_damage(recording, **options, draws=2, seed=SEED).kl
     one = layer_ablation_damage(recording, **options, draws=1, seed=SEED).kl
     assert noise_seed(SEED, 0, 1) != noise_seed(SEED, 1, 1)
@@ -167,7 +167,7 @@ def test_draws_are_averaged():
 
 def test_zeroed_heads_lose_what_head_ablation_loss_says_and_ranks_are_those_of_loops():
     recording = record(gpt2(), IDS, keep=KeptTensors.KERNELS)
-    measured = head_ablation_damage(recording).isel(form=0)
+    measured = head_ablation_damage(recording).isel(kind=0)
     np.testing.assert_allclose(
         measured.loss_increase, head_ablation_loss(recording).loss_increase, rtol=1e-9, atol=1e-13
     )
@@ -186,7 +186,7 @@ def test_heads_are_replaced_by_their_means_over_all_tokens():
     outputs = recording.kept["kernel"][1] @ recording.kept["value"][1]  # (prompt, head, n, r)
     mean = outputs.mean((0, 2))
     torch.testing.assert_close(site_means(recording, [Site.HEADS])[Site.HEADS, 1], mean, rtol=1e-12, atol=1e-14)
-    measured = head_ablation_damage(recording, forms=[AblationForm.MEAN, AblationForm.NOISE], heads="L1H0")
+    measured = head_ablation_damage(recording, kinds=[AblationKind.MEAN, AblationKind.NOISE], heads="L1H0")
     without = head_ablation_damage(recording, heads="L1H0")
     block = model.transformer.h[1].attn
     with torch.no_grad():  # zeroing the head and adding its mean write to the bias is the same
@@ -194,42 +194,42 @@ def test_heads_are_replaced_by_their_means_over_all_tokens():
         plain = record(gpt2(), IDS).logits().log_softmax(-1)[:, :-1]
         edited = record(model, IDS).under(AblateHead(layer=1, head=0)).logits().log_softmax(-1)[:, :-1]
     expected = (plain.exp() * (plain - edited)).sum(-1).mean(-1)
-    np.testing.assert_allclose(measured.kl.sel(form="mean").squeeze(), expected, rtol=1e-9)
+    np.testing.assert_allclose(measured.kl.sel(kind="mean").squeeze(), expected, rtol=1e-9)
     assert not np.allclose(without.kl.squeeze(), expected, rtol=1e-3)
-    assert float(measured.kl.sel(form="noise").min()) > 0
+    assert float(measured.kl.sel(kind="noise").min()) > 0
 
 
 def test_matched_pairs_are_what_they_say():
     draw = np.random.default_rng(0)
     damage = {(layer, head): float(draw.lognormal()) for layer in range(6) for head in range(5)}
-    found = matched_pairs(damage, 12, tolerance=0.3, seed=1)
+    found = matched_pairs(damage, 12, tol=0.3, seed=1)
     assert 8 <= len(found) <= 12
-    used = [head for each in found for head in (each.shared, each.same)]
-    others = [each.other for each in found]
+    used = [head for each in found for head in (each.shared, each.same_layer)]
+    others = [each.other_layer for each in found]
     assert len(set(used)) == len(used)
     assert len(set(others)) == len(others)
     for each in found:
-        assert each.shared[0] == each.same[0] != each.other[0]
-        assert each.shared != each.same
-        assert abs(np.log(damage[each.same] / damage[each.other])) <= 0.3
-    assert found == matched_pairs(damage, 12, tolerance=0.3, seed=1)
-    assert found != matched_pairs(damage, 12, tolerance=0.3, seed=2)
+        assert each.shared[0] == each.same_layer[0] != each.other_layer[0]
+        assert each.shared != each.same_layer
+        assert abs(np.log(damage[each.same_layer] / damage[each.other_layer])) <= 0.3
+    assert found == matched_pairs(damage, 12, tol=0.3, seed=1)
+    assert found != matched_pairs(damage, 12, tol=0.3, seed=2)
 
 
 def test_joint_damage_is_that_of_both_heads_and_the_sum_that_of_each():
     recording = record(gpt2(), IDS)
-    measured = head_interaction(recording, pairs=3, tolerance=9.0, min_damage=1e-12, seed=3)
+    measured = head_interaction(recording, pairs=3, tol=9.0, min_damage=1e-12, seed=3)
     assert measured.sizes["pair"] == 3
-    for kind, pair in np.ndindex(2, 3):
-        one = measured.isel(kind=kind, pair=pair)
+    for pair_kind, pair in np.ndindex(2, 3):
+        one = measured.isel(pair_kind=pair_kind, pair=pair)
         names = [one["first"].item(), one["second"].item()]
-        assert (names[0][:2] == names[1][:2]) == (kind == 0)
+        assert (names[0][:2] == names[1][:2]) == (pair_kind == 0)
         edits = {name: AblateHead(head=name) for name in names} | {"both": [AblateHead(head=name) for name in names]}
         kl = damage_under_edits(recording, edits).kl
-        np.testing.assert_allclose(one.joint, kl.sel(edit="both"), rtol=1e-12)
-        np.testing.assert_allclose(one.summed, kl.sel(edit=names).sum("edit"), rtol=1e-12)
+        np.testing.assert_allclose(one.joint_damage, kl.sel(edit="both"), rtol=1e-12)
+        np.testing.assert_allclose(one.summed_damage, kl.sel(edit=names).sum("edit"), rtol=1e-12)
     nothing = head_interaction(recording, pairs=3, min_damage=1e9)
-    assert dict(nothing.joint.sizes) == {"kind": 2, "pair": 0, "prompt": 3}
+    assert dict(nothing.joint_damage.sizes) == {"pair_kind": 2, "pair": 0, "prompt": 3}
 
 
 def test_rows_of_a_learned_sink_have_ranks_too():
@@ -243,7 +243,7 @@ def test_rows_of_a_learned_sink_have_ranks_too():
         ({"layers": 3}, "layer"),
         ({"relative_norm": 0.0}, "relative_norm is 0"),
         ({"draws": 0}, "draws is 0"),
-        ({"forms": ["zero"]}, "forms is .* but it must be a list of different ones of AblationForm.ZERO"),
+        ({"kinds": ["zero"]}, "kinds is .* but it must be a list of different ones of AblationKind.ZERO"),
         ({"parts": []}, "parts is .* but it must be a list of different ones of LayerPart.LAYER"),
     ],
 )

@@ -21,8 +21,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-def whitened(jacobian: torch.Tensor, sigma: torch.Tensor, tolerance: float = 1e-6) -> dict[str, float]:
-    return whitening_of(jacobian, sigma, tolerance, np.random.default_rng(0))
+def whitened(jacobian: torch.Tensor, sigma: torch.Tensor, tol: float = 1e-6) -> dict[str, float]:
+    return whitening_of(jacobian, sigma, tol, np.random.default_rng(0))
 
 
 def test_the_counterexample_of_the_theory() -> None:
@@ -80,7 +80,7 @@ def test_random_eigenvectors_keep_the_eigenvalues() -> None:
 def test_without_noise_there_is_nothing_to_whiten_by() -> None:
     found = whitened(random(2, 3, 3), torch.zeros(2, 3, 3, dtype=F64))
     assert found["sigma_rank"] == 0
-    assert math.isnan(found["change"])
+    assert math.isnan(found["antisymmetric_share_change"])
     assert math.isnan(whitened(random(0, 3, 3), random(0, 3, 3))["antisymmetric_share_after"])
 
 
@@ -110,12 +110,12 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
     recording = hs.record(model, ids)
     measured = layer_whitening(recording, tokens=20)  # all tokens but the first
     for layer in (0, 1):
-        kernel, state = recording.kernel(layer=layer).numpy(), recording.stream(depth=2 * layer).numpy()
+        kernel, state = recording.kernel(layer=layer).numpy(), recording.residual_stream(depth=2 * layer).numpy()
         block = model.transformer.h[layer]
-        read = block.ln_1(recording.stream(depth=2 * layer)).detach()
+        read = block.ln_1(recording.residual_stream(depth=2 * layer)).detach()
         value = block.attn.c_attn(read)[..., 16:].detach().numpy()
         written = block.attn.c_proj.weight.detach().numpy()
-        force, points = recording.force(layer=layer), recording.points(layer=layer)
+        force, points = recording.force(layer=layer), recording.force_points(layer=layer)
         for prompt in (0, 1):
             sigmas, jacobians = [], []
             for i in range(1, 9):
@@ -150,13 +150,16 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
 def test_tokens_are_the_same_for_every_chunk_size() -> None:
     model, ids = small_model(), torch.randint(1, 32, (5, 9), generator=torch.Generator().manual_seed(1))
     whole, parts = (layer_whitening(hs.record(model, ids, batch_size=size), tokens=2, seed=3) for size in (5, 2))
-    assert whole.change.values == pytest.approx(parts.change.values, rel=1e-9)
-    assert not np.allclose(whole.change, layer_whitening(hs.record(model, ids), tokens=2, seed=4).change)
+    assert whole.antisymmetric_share_change.values == pytest.approx(parts.antisymmetric_share_change.values, rel=1e-9)
+    assert not np.allclose(
+        whole.antisymmetric_share_change,
+        layer_whitening(hs.record(model, ids), tokens=2, seed=4).antisymmetric_share_change,
+    )
 
 
 def test_a_text_of_one_token_has_no_values_and_refusals_are_sentences() -> None:
     measured = layer_whitening(hs.record(small_model(), torch.tensor([[1]])))
-    assert np.isnan(measured.change.values).all()
+    assert np.isnan(measured.antisymmetric_share_change.values).all()
     assert (measured["sigma_rank"].values == 0).all()
     run = hs.integrate(hs.SA(beta=1.0), torch.eye(3).expand(1, 3, 3), times=[0.0])
     with pytest.raises(hs.HelmscopeError, match="system has no MLP"):

@@ -185,8 +185,8 @@ def test_the_loss_without_each_head_by_hand():
             np.testing.assert_allclose(one.loss.values, wanted, rtol=0, atol=1e-12)
             np.testing.assert_allclose(one.loss_increase.values, wanted - plain, rtol=0, atol=1e-12)
     assert np.abs(seen.loss_increase.values).min() > 1e-6
-    np.testing.assert_allclose(seen.baseline.values, plain, rtol=0, atol=1e-12)
-    assert {seen[name].units for name in ("loss", "loss_null", "loss_increase", "baseline")} == {"nats"}
+    np.testing.assert_allclose(seen.baseline_loss.values, plain, rtol=0, atol=1e-12)
+    assert {seen[name].units for name in ("loss", "loss_null", "loss_increase", "baseline_loss")} == {"nats"}
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
     assert hs.observe.head_ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
@@ -231,7 +231,7 @@ def test_a_sweep_under_edits_of_the_recording_itself():
     """What is put in is what those edits left."""
     recording = record(tiny_model("gpt2"), IDS, batch_size=2)
     base = recording.under(
-        hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.intervene.Perturb([0], relative=0.1)
+        hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.intervene.Perturb([0], relative_sigma=0.1)
     )
     cut = hs.intervene.AblateHead(layer=1, head=0)
     seen = hs.observe.loss_under_edits(base, {"cut": cut})

@@ -22,8 +22,8 @@ RUN = hs.integrate(hs.Block(hs.SA(2.0), MLP), X, times=[0.0, 0.5])
 
 def test_what_only_looks_takes_no_forward():
     instruments = streaming_instruments()
-    attention = {"kernel_statistics", "attention_drift", "attention_noise"}
-    assert {instrument.name for instrument in instruments} == {*attention, "drift_and_swirl"}
+    attention = {"kernel_statistics", "attention_drift", "attention_diffusion"}
+    assert {instrument.name for instrument in instruments} == {*attention, "mlp_force"}
     assert all(instrument.extra_forwards == 0 for instrument in instruments)
 
 
@@ -36,27 +36,27 @@ def test_many_instruments_take_one_replay(monkeypatch):
 
     plain, layers = hs.SA.kernel, []
     monkeypatch.setattr(hs.SA, "kernel", lambda *given, **named: layers.append(1) or plain(*given, **named))
-    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl(), Peaks())
+    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.MlpForce(), Peaks())
     assert len(layers) == 2
-    assert list(seen) == ["kernel_statistics", "drift_and_swirl", "peaks"]
+    assert list(seen) == ["kernel_statistics", "mlp_force", "peaks"]
     wanted = torch.stack([RUN.kernel(layer=layer).amax((-1, -2)) for layer in (0, 1)])
     assert seen["peaks"].peak.values == pytest.approx(wanted.numpy(), rel=1e-14)
     assert seen["peaks"].time.values.tolist() == [0.0, 0.5]
 
 
 def test_without_names_it_takes_what_the_system_can_serve():
-    of_states = {"arc_length", "depth_steps", "transport_ratio", "depth_flow", "entropy_along_depth"}
-    of_mlp = {"drift_and_swirl", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_projection"}
-    of_models, of_blocks = {"context_noise"}, {"layer_whitening", "jko_layer"}
+    of_states = {"arc_length", "depth_steps", "transport_ratio", "perturbation_growth", "entropy_along_depth"}
+    of_mlp = {"mlp_force", "mlp_weights", "gate_sparsity", "mlp_jacobian", "mlp_swirl_bound"}
+    of_models, of_blocks = {"context_noise"}, {"layer_whitening", "jko_step_test"}
     of_steps = {
         "mlp_entropy_change",
         "free_energy_along_depth",
         "generator_test",
     }  # of layers, or flows under an MLP alone
-    assert set(hs.measure(RUN)) | {"mlp_projection"} | of_models | of_steps == set(measurement_names())
+    assert set(hs.measure(RUN)) | {"mlp_swirl_bound"} | of_models | of_steps == set(measurement_names())
     of_attention = set(measurement_names()) - of_states - of_mlp - of_models - of_blocks - of_steps
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == of_attention | of_states
-    assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) | {"mlp_projection"} == of_mlp | of_states
+    assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) | {"mlp_swirl_bound"} == of_mlp | of_states
     two = hs.integrate(MLP, X, times=[0.0, 1.0])
     assert set(hs.measure(two, only=["free_energy_along_depth"])) == {"free_energy_along_depth"}
     stepped = hs.integrate(MLP, X, times=[0.0, 1.0], stepper=hs.Layer())
@@ -66,9 +66,9 @@ def test_without_names_it_takes_what_the_system_can_serve():
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
     assert {"kernel_statistics", "generator_test"} <= set(hs.measure(layered))
-    assert "drift_and_swirl" not in hs.measure(layered)
-    with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
-        hs.drift_and_swirl(layered)
+    assert "mlp_force" not in hs.measure(layered)
+    with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but mlp_force needs one that does"):
+        hs.mlp_force(layered)
 
 
 def test_only_some_and_all_agree_with_their_functions():
@@ -84,22 +84,30 @@ def test_only_some_and_all_agree_with_their_functions():
 
 def test_noise_leaves_out_the_flow_of_one_token():
     noisy = hs.integrate(hs.SA(1.0), X, times=[0.0, 0.1], noise=hs.noise.IsotropicNoise(0.1))
-    assert "depth_flow" not in hs.measure(noisy)
-    assert "without noise" in unsupported_measurements(noisy)["depth_flow"]
+    assert "perturbation_growth" not in hs.measure(noisy)
+    assert "without noise" in unsupported_measurements(noisy)["perturbation_growth"]
 
 
 def test_replicates_are_kept_until_they_are_reduced():
-    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.DriftAndSwirl())
+    seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.MlpForce())
     assert seen["kernel_statistics"].entropy.dims == ("time", "system")
     xr.testing.assert_identical(seen["kernel_statistics"], hs.kernel_statistics(RUN))
-    xr.testing.assert_identical(seen["drift_and_swirl"], hs.drift_and_swirl(RUN))
+    xr.testing.assert_identical(seen["mlp_force"], hs.mlp_force(RUN))
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
-        (lambda: hs.measure(RUN, hs.observe.KernelStatistics), "instruments holds KernelStatistics"),
+        (lambda: hs.measure(RUN, hs.observe.KernelStatistics), r"instruments\[0\] is the class KernelStatistics, but"),
+        (
+            lambda: hs.measure(RUN, hs.observe.KernelStatistics(), hs.mlp_force),
+            r"instruments\[1\] is a function: pass `MlpForce\(\)`, or only=\['mlp_force'\]",
+        ),
+        (
+            lambda: hs.measure(RUN, hs.observe.depth_steps),
+            r"instruments\[0\] is a function: pass only=\['depth_steps'\]",
+        ),
         (
             lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0]), only=["kernel_statistics"]),
             "attention fields only",

@@ -238,7 +238,7 @@ def test_a_model_under_layer_norm_is_differentiated_by_its_own_modules() -> None
     recording = hs.record(model, ROWS)
     measured = mlp_entropy_change(recording, tokens=2)
     for layer, block in enumerate(model.transformer.h):
-        y = recording.stream(depth=2 * layer + 1)
+        y = recording.residual_stream(depth=2 * layer + 1)
         for prompt in range(3):
             token = int(measured.token[layer, prompt, 1])
             state = y[prompt, token]
@@ -277,7 +277,7 @@ def test_a_post_norm_half_step_is_differentiated_by_its_own_modules() -> None:
             token = int(measured.token[layer, prompt, 1])
             x = path.states[2 * layer + 1, prompt, token]
             # the length of c x is that of the norm of the input, with its epsilon
-            length = recording.points(layer=layer)[prompt, token].norm()
+            length = recording.force_points(layer=layer)[prompt, token].norm()
 
             def write(point: torch.Tensor, block=block, middle=middle, length=length) -> torch.Tensor:
                 state = 12**0.5 * length * point * middle.weight + middle.bias
@@ -345,7 +345,7 @@ def test_spaced_tokens() -> None:
     assert counts.tolist() == [[True] * 5, [True] * 4 + [False]]
     assert spaced_tokens(weights, None)[0].shape == (2, 8)
     assert spaced_tokens(weights, 1)[0].tolist() == [[1], [1]]
-    assert spaced_tokens(weights[:, :1], None, first_token=True)[0].tolist() == [[0], [0]]
+    assert spaced_tokens(weights[:, :1], None, include_first_token=True)[0].tolist() == [[0], [0]]
     values = torch.arange(18.0).reshape(2, 9)
     assert taken(values, chosen)[1].tolist() == [10, 11, 12, 13, 9]
     with pytest.raises(hs.HelmscopeError, match="prompt 4 has no token that counts besides the first"):

@@ -58,7 +58,7 @@ def mixture_at(model, x):
 def case(request):
     model = tiny_model(request.param, dtype=F64).requires_grad_(False)
     recording = record(model, inputs_of(request.param, batch=2, n=9))
-    points = hs.sphere.retract(recording.points(layer=LAYER).double())
+    points = hs.sphere.retract(recording.force_points(layer=LAYER).double())
     return model, recording, points
 
 
@@ -174,14 +174,14 @@ def long_case(request):
 
 def test_the_projection_of_experts_is_that_of_their_forces_at_the_tokens_that_select_them(long_case):
     model, recording = long_case
-    seen = hs.observe.mlp_projection(recording, progress=False).sel(layer=LAYER)
+    seen = hs.observe.mlp_swirl_bound(recording, progress=False).sel(layer=LAYER)
     assert seen.expert_swirl_share_bound.dims == ("prompt", "expert")
-    points = hs.sphere.retract(recording.points(layer=LAYER).double())
+    points = hs.sphere.retract(recording.force_points(layer=LAYER).double())
     weights = routing_of(model, points)
     assert seen.expert_weight.values == pytest.approx(weights.mean(1).numpy(), rel=1e-6)
     for expert, force in enumerate(folded_experts(model)):
         alone = hs.integrate(force, points, weights=weights[..., expert], times=[0.0])
-        expected = hs.observe.mlp_projection(alone, progress=False).isel(time=0)
+        expected = hs.observe.mlp_swirl_bound(alone, progress=False).isel(time=0)
         for name in ("swirl_share_bound", "swirl_share_bound_quadratic"):
             found = seen[f"expert_{name}"].sel(expert=expert).values
             assert np.isfinite(found).all()
@@ -190,8 +190,8 @@ def test_the_projection_of_experts_is_that_of_their_forces_at_the_tokens_that_se
 
 def test_the_projection_as_routed_is_the_sum_over_experts(long_case):
     model, recording = long_case
-    seen = hs.observe.mlp_projection(recording, progress=False).sel(layer=LAYER)
-    points = hs.sphere.retract(recording.points(layer=LAYER).double())
+    seen = hs.observe.mlp_swirl_bound(recording, progress=False).sel(layer=LAYER)
+    points = hs.sphere.retract(recording.force_points(layer=LAYER).double())
     weights, rest, total = routing_of(model, points), torch.zeros_like(points), torch.zeros_like(points)
     for expert, force in enumerate(folded_experts(model)):
         for half in (0, 1):
@@ -218,7 +218,7 @@ def test_the_projection_finds_experts_that_are_gradients_and_rotated_ones():
             gate = experts.gate_up_proj[expert].chunk(2)[0].clone()
             experts.gate_up_proj[expert] = torch.cat([gate, 0.7 * gate])
             experts.down_proj[expert] = onto @ (gate * gain).T
-        seen = hs.observe.mlp_projection(record(model, inputs_of("mixtral", batch=8, n=48)), progress=False)
+        seen = hs.observe.mlp_swirl_bound(record(model, inputs_of("mixtral", batch=8, n=48)), progress=False)
         shares.append(seen.sel(layer=LAYER))
     for name in ("swirl_share_bound", "expert_swirl_share_bound"):
         assert float(shares[0][name].max()) < 5e-5
@@ -226,7 +226,7 @@ def test_the_projection_finds_experts_that_are_gradients_and_rotated_ones():
 
 
 def test_an_expert_with_few_tokens_has_no_projection_share():
-    seen = hs.observe.mlp_projection(record(tiny_model("mixtral"), inputs_of("mixtral", batch=4, n=9)), progress=False)
+    seen = hs.observe.mlp_swirl_bound(record(tiny_model("mixtral"), inputs_of("mixtral", batch=4, n=9)), progress=False)
     assert bool(seen.swirl_share_bound.isnull().all())
     assert bool(seen.expert_swirl_share_bound.isnull().all())
     assert bool((seen.expert_weight.sum("expert") - 1 < 1e-6).all())

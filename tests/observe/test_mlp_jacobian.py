@@ -15,7 +15,7 @@ from helmscope.fields.activations import Identity, ReLU, Tanh
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.record import record
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share, mlp_jacobian
-from helmscope.observe.mlp_projection import mlp_projection
+from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound
 from helmscope.observe.mlp_weights import (
     GateSparsity,
     gate_sparsity,
@@ -113,7 +113,7 @@ def test_recordings_agree_with_their_force_and_chunks_do_not_matter(family):
     for name, measured in seen.items():
         for quantity, value in measured.data_vars.items():
             np.testing.assert_allclose(again[name][quantity].values, value.values, rtol=1e-9, atol=1e-12)
-    points = hs.sphere.retract(recording.points(layer=1))
+    points = hs.sphere.retract(recording.force_points(layer=1))
     shares = antisymmetric_share(recording.force(layer=1), points).mean(-1)
     assert seen["mlp_jacobian"].antisymmetric_share[1].values == pytest.approx(shares.numpy(), rel=1e-9)
     assert ("expert" in mlp_weights(recording).dims) == (family in ("mixtral", "gpt_oss"))
@@ -171,13 +171,13 @@ def test_the_projection_finds_a_gradient_and_a_rotated_one():
     gradient = MLP(w_in=rows, w_out=rows.T * normal(5), b_in=normal(5), b_out=normal(3), activation=Tanh())
     turn = torch.tensor([[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
     rotated = MLP(w_in=rows, w_out=turn @ gradient.w_out, b_in=gradient.b_in, activation=Tanh())
-    shares = [mlp_projection(hs.integrate(f, CLOUDS, times=[0.0]), progress=False) for f in (gradient, rotated)]
+    shares = [mlp_swirl_bound(hs.integrate(f, CLOUDS, times=[0.0]), progress=False) for f in (gradient, rotated)]
     assert shares[0].swirl_share_bound.max() < 1e-6
     fitted = hs.fields.gradient_residual_share(rotated, CLOUDS.reshape(-1, 3))  # on the tokens of the fit
     assert fitted < float(shares[1].swirl_share_bound.mean()) < 1.5 * fitted
     assert float(shares[1].swirl_share_bound.min()) > 1e4 * float(shares[0].swirl_share_bound.max())
     assert shares[0].swirl_share_bound.dims == ("time", "system")
-    few = mlp_projection(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, tokens=100, progress=False)
+    few = mlp_swirl_bound(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, tokens=100, progress=False)
     assert (
         shares[0].swirl_share_bound.mean()
         < few.swirl_share_bound.mean()
@@ -190,9 +190,9 @@ def test_the_projection_of_a_rotation_is_all_swirl():
     turn = MLP(w_in=turn.w_in, w_out=turn.w_out, activation=Identity())
     circle = torch.linspace(0, 2 * math.pi, 65, dtype=F64)[:-1]
     x = torch.stack([circle.cos(), circle.sin()], -1).expand(4, 64, 2)
-    assert mlp_projection(hs.integrate(turn, x, times=[0.0]), progress=False).swirl_share_bound.values == pytest.approx(
-        1
-    )
+    assert mlp_swirl_bound(
+        hs.integrate(turn, x, times=[0.0]), progress=False
+    ).swirl_share_bound.values == pytest.approx(1)
 
 
 class Points(hs.Instrument):
@@ -234,7 +234,7 @@ def left_by_quadratics(fitted, predicted, force):
 def test_the_projection_of_a_recorded_model(family):
     """A plain and a gated MLP, whose quadratic part is fitted to the even prompts for the odd ones and vice versa."""
     recording = record(tiny_model(family), inputs_of(family, batch=8, n=24))
-    seen = mlp_projection(recording, progress=False)
+    seen = mlp_swirl_bound(recording, progress=False)
     assert seen.swirl_share_bound.dims == ("layer", "prompt")
     assert seen.sizes["prompt"] == 8
     assert float(seen.swirl_share_bound.min()) > 0
@@ -256,13 +256,13 @@ def test_the_projection_needs_tokens_that_span_all_dimensions(family, least):
     """
     for n in (16, 17):
         ids = inputs_of(family, batch=4, n=n)
-        seen = mlp_projection(record(tiny_model(family), ids), progress=False)
+        seen = mlp_swirl_bound(record(tiny_model(family), ids), progress=False)
         determined = 2 * n >= least
         assert ("undetermined" not in seen.attrs) == determined
         assert bool(np.isfinite(seen.swirl_share_bound).all()) == determined
         assert bool(np.isnan(seen.swirl_share_bound_quadratic).all()) != determined
     if family == "llama":
-        alike = mlp_projection(record(tiny_model(family), inputs_of(family, n=16, batch=1).expand(4, 16)))
+        alike = mlp_swirl_bound(record(tiny_model(family), inputs_of(family, n=16, batch=1).expand(4, 16)))
         assert alike.attrs["undetermined"] == (
             "swirl_share_bound and swirl_share_bound_quadratic are NaN in layers 0, 1, 2: the tokens of half of the "
             "prompts, of which 16 are distinct, span 15 of 32 dimensions, but a fit needs all of them: use more or "
@@ -274,11 +274,11 @@ def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
     force = MLP(w_in=normal(5, 3), w_out=normal(3, 5), activation=Tanh())
     plane = hs.sphere.retract(torch.cat([normal(4, 60, 2), torch.zeros(4, 60, 1, dtype=F64)], -1))
     for x, numbers in ((plane, "120 are distinct, span 2 of 3"), (CLOUDS[:4, :1].expand(4, 9, 3), "span 1 of 3")):
-        seen = mlp_projection(hs.integrate(force, x, times=[0.0]), progress=False)
+        seen = mlp_swirl_bound(hs.integrate(force, x, times=[0.0]), progress=False)
         assert bool(np.isnan(seen.swirl_share_bound).all())
         assert numbers in seen.attrs["undetermined"]
     assert bool(
-        np.isfinite(mlp_projection(hs.integrate(force, CLOUDS, times=[0.0]), progress=False).swirl_share_bound).all()
+        np.isfinite(mlp_swirl_bound(hs.integrate(force, CLOUDS, times=[0.0]), progress=False).swirl_share_bound).all()
     )
 
 
@@ -286,14 +286,14 @@ def test_the_projection_is_not_determined_by_tokens_of_a_plane_or_equal_ones():
     ("call", "said"),
     [
         (
-            lambda: mlp_projection(hs.integrate(PLAIN, X, times=[0.0])),
-            "system has fewer than four systems, but mlp_proj",
+            lambda: mlp_swirl_bound(hs.integrate(PLAIN, X, times=[0.0])),
+            "system has fewer than four systems, but mlp_swirl_bound",
         ),
         (lambda: mlp_weights(hs.integrate(hs.SA(1.0), X, times=[0.0])), r"system has no MLP: force\(layer=0\) is None"),
         (lambda: row_coherence([1.0]), "rows is a list, but it must be a float tensor"),
         (lambda: welch_bound(0, 2), "count is 0"),
         (
-            lambda: mlp_projection(record(tiny_model("gpt_oss"), inputs_of("gpt_oss", batch=4))),
+            lambda: mlp_swirl_bound(record(tiny_model("gpt_oss"), inputs_of("gpt_oss", batch=4))),
             "system has a ClampedGatedMLP as an expert of force",
         ),
     ],

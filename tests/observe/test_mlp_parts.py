@@ -18,7 +18,7 @@ from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.models.record import record
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, drift_and_swirl
+from helmscope.observe.mlp_force import MlpForce, mlp_force
 from helmscope.observe.mlp_mixture import prepare
 from support.model_families import inputs_of, tiny_model
 
@@ -50,7 +50,7 @@ Y = 3 * normal(2, 3, D) + 1
 def test_both_coordinates_and_the_sphere_of_the_norm(mlp, norm):
     """Folded, the split is that of f(x) = F(sqrt(d) G x + b); not folded, that of F at the norm's output."""
     block = Block(hs.SA(1.0), mlp, placement=PreNorm(mlp_norm=norm))
-    seen = drift_and_swirl(hs.integrate(block, Y, times=[0.0]))
+    seen = mlp_force(hs.integrate(block, Y, times=[0.0]))
     folded, unfolded = helmholtz(block.force), helmholtz(mlp)
     centered = isinstance(norm, LayerNorm)
     for system in range(2):
@@ -64,14 +64,14 @@ def test_both_coordinates_and_the_sphere_of_the_norm(mlp, norm):
             rows.append(
                 {
                     "potential_unit_sphere": folded.potential(x),
-                    "potential_norm_output": unfolded.potential(z),
-                    "energy_norm_output": -unfolded.potential(z),
-                    "gradient_unit_sphere": folded.gradient(x).norm(),
-                    "gradient_norm_output": unfolded.gradient(z).norm(),
-                    "swirl_unit_sphere": folded.swirl(x).norm(),
-                    "swirl_norm_output": unfolded.swirl(z).norm(),
-                    "harmonic": folded.harmonic(x).norm(),
-                    "force": f.norm(),
+                    "potential_mlp_input": unfolded.potential(z),
+                    "energy_mlp_input": -unfolded.potential(z),
+                    "gradient_length_unit_sphere": folded.gradient(x).norm(),
+                    "gradient_length_mlp_input": unfolded.gradient(z).norm(),
+                    "swirl_length_unit_sphere": folded.swirl(x).norm(),
+                    "swirl_length_mlp_input": unfolded.swirl(z).norm(),
+                    "harmonic_length": folded.harmonic(x).norm(),
+                    "force_length": f.norm(),
                     "tangential_speed": (basis @ f).norm(),
                     "surface_divergence": sum(b @ jacobian @ b for b in basis) - len(basis) * (x @ f),
                     "trace": jacobian.trace(),
@@ -81,14 +81,15 @@ def test_both_coordinates_and_the_sphere_of_the_norm(mlp, norm):
             mean = sum(row[name].item() for row in rows) / 3
             assert seen[name][0, system].item() == pytest.approx(mean, rel=1e-11, abs=1e-12), name
     assert seen.attrs["tangent_dimension"] == str(D - 2 if centered else D - 1)
-    assert seen.gradient_unit_sphere.attrs["long_name"] == "|grad U| (norm folded in: unit sphere)"
-    assert abs(seen.potential_unit_sphere - seen.potential_norm_output).max() > 1e-3
+    label = "length |grad U| of the MLP's gradient part (norm folded in: unit sphere)"
+    assert seen.gradient_length_unit_sphere.attrs["long_name"] == label
+    assert abs(seen.potential_unit_sphere - seen.potential_mlp_input).max() > 1e-3
 
 
 def test_values_of_tokens_on_request():
     mask = torch.tensor([[True] * 3, [True, False, True]])
     x = hs.sphere.retract(Y)
-    seen = drift_and_swirl(hs.integrate(PLAIN, x, times=[0.0], mask=mask), per_token=True)
+    seen = mlp_force(hs.integrate(PLAIN, x, times=[0.0], mask=mask), per_token=True)
     split = helmholtz(PLAIN).potential(x).where(mask, torch.nan)
     np.testing.assert_allclose(seen.token_potential_unit_sphere[0].values, split, rtol=1e-13)
     means = seen.token_antisymmetric_share.mean("token")
@@ -130,16 +131,16 @@ def test_a_recording_of_a_mixture(family):
     model = tiny_model(family, dtype=F64)
     ids = inputs_of(family)
     recording = record(model, ids)
-    seen = drift_and_swirl(recording)
-    force, points = recording.force(layer=1), hs.sphere.retract(recording.points(layer=1))
-    assert seen.force[1].values == pytest.approx(force.ambient(points).norm(dim=-1).mean(-1).numpy(), rel=1e-10)
+    seen = mlp_force(recording)
+    force, points = recording.force(layer=1), hs.sphere.retract(recording.force_points(layer=1))
+    assert seen.force_length[1].values == pytest.approx(force.ambient(points).norm(dim=-1).mean(-1).numpy(), rel=1e-10)
     assert seen.expert_weight.dims == ("layer", "prompt", "expert")
     total = seen.expert_weight.sum("expert").values
     shares = force.select(points)[0].sum(-1).mean(-1).double()
     assert total[1] == pytest.approx(shares.numpy(), rel=1e-6)
     assert ("potential_unit_sphere" in seen) == (family == "mixtral")  # clamped neurons have no potential
     assert (seen.attrs["routing_weights"][:6], float(seen.antisymmetric_share.max()) <= 1) == ("frozen", True)
-    again = record(model, ids, batch_size=1).replay(DriftAndSwirl())["drift_and_swirl"]
+    again = record(model, ids, batch_size=1).replay(MlpForce())["mlp_force"]
     for name, value in seen.data_vars.items():
         np.testing.assert_allclose(again[name].values, value.values, rtol=1e-10, atol=1e-12)
 
@@ -152,15 +153,15 @@ def test_clamped_neurons_have_a_jacobian_and_no_potential():
 
 
 def test_a_state_that_is_not_finite_is_named():
-    instrument, x = DriftAndSwirl(), hs.sphere.retract(normal(2, 3, D))
+    instrument, x = MlpForce(), hs.sphere.retract(normal(2, 3, D))
     x[1, 2, 0] = math.nan
     instrument.start(hs.types.ReplayPlan(range(6), "layer", list(range(6)), "prompt", 7))
     context = hs.types.ReplayContext(5, hs.types.Half.MLP, 0.0, slice(4, 6))
-    with pytest.raises(hs.HelmscopeError, match=r"not finite, at prompt 5, layer 5, token 2, but drift_and_swirl"):
+    with pytest.raises(hs.HelmscopeError, match=r"not finite, at prompt 5, layer 5, token 2, but mlp_force"):
         instrument.mlp(context, hs.types.MlpTensors(x, x, PLAIN, x))
 
 
 def test_identical_tokens():
     x = hs.sphere.retract(normal(1, 1, D)).expand(1, 4, D)
-    seen, one = (drift_and_swirl(hs.integrate(PLAIN, each, times=[0.0])) for each in (x, x[:, :1]))
+    seen, one = (mlp_force(hs.integrate(PLAIN, each, times=[0.0])) for each in (x, x[:, :1]))
     assert all(np.allclose(seen[name], one[name], rtol=1e-13) for name in seen.data_vars)

@@ -42,10 +42,10 @@ class Head:
         return SigmaField(x, p, self.value - p @ self.value, jacfwd(self.weights)(x))
 
 
-def share_of(field: object, sigma: torch.Tensor, x: torch.Tensor, tolerance: float = 1e-6) -> float:
+def share_of(field: object, sigma: torch.Tensor, x: torch.Tensor, tol: float = 1e-6) -> float:
     """The antisymmetric share of the Jacobian of a tangent field, on the range of Sigma."""
     jacobian = jacfwd(lambda z: field(z / z.norm()))(x)  # type: ignore[operator]
-    onto = sigma @ torch.linalg.pinv(sigma, rtol=tolerance, hermitian=True)
+    onto = sigma @ torch.linalg.pinv(sigma, rtol=tol, hermitian=True)
     inner = onto @ jacobian @ onto
     return float((inner - inner.mT).square().sum() / 4 / inner.square().sum())
 
@@ -156,7 +156,7 @@ def test_a_small_model_agrees_with_its_block_written_out() -> None:
     recording = hs.record(model, IDS)
     measured = mobility_test(recording, tokens=20)
     for layer in (0, 1):
-        block, states = model.transformer.h[layer], recording.stream(depth=2 * layer)[0]
+        block, states = model.transformer.h[layer], recording.residual_stream(depth=2 * layer)[0]
         single = [share_of_block(block, states, token) for token in range(1, 9)]
         assert float(measured.antisymmetric_share[layer, 0]) == pytest.approx(np.mean(single), rel=1e-8)
 
@@ -185,14 +185,14 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
                     found[context.layer, row, k + 1] = float((field.onto @ field.drift_slopes).trace())
             self._halves = {}
 
-    instrument = Divergences(recording, tokens=8, seed=0, tolerance=1e-6)
+    instrument = Divergences(recording, tokens=8, seed=0, tol=1e-6)
     instrument.slopes = RecordedSlopes(recording, lambda context, state: instrument.sampled(context, state)[0])
     instrument.slopes.feed(instrument, None)
     for (layer, row, token), trace in found.items():
-        y = recording.stream(depth=2 * layer)[row, token]
+        y = recording.residual_stream(depth=2 * layer)[row, token]
         kernel, x = recording.kernel(layer=layer)[row, :, token], y / y.norm()
         attention = model.model.layers[layer].self_attn
-        read = model.model.layers[layer].input_layernorm(recording.stream(depth=2 * layer)[row])
+        read = model.model.layers[layer].input_layernorm(recording.residual_stream(depth=2 * layer)[row])
         value = attention.v_proj(read).reshape(9, 2, 2).repeat_interleave(2, 1)
         written = attention.o_proj(torch.einsum("hj,jhs->hs", kernel, value).reshape(-1)).detach()
         expected = float(exact.token_surface_divergence[layer, row, :, token].sum()) + 7 * float(x @ written / y.norm())

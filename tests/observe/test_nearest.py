@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
 from helmscope.observe import nearest
-from helmscope.observe.nearest import Nearest, distinct_points
+from helmscope.observe.nearest import NearestNeighbors, distinct_points
 from helmscope.types import HelmscopeError
 
 
@@ -34,7 +34,7 @@ def test_distances_equal_loops(n: int, d: int, k: int, grid: bool, seed: int) ->
     k = min(k, n - 1)
     points = cloud(n, d, seed)
     points = (2 * points).round() if grid else points  # many equal distances, and copies
-    found = Nearest.of(points, k)
+    found = NearestNeighbors.of(points, k)
     np.testing.assert_allclose(found.distances.numpy(), loops(points, k), rtol=1e-14, atol=0)
     own = torch.linalg.vector_norm(points.unsqueeze(1) - points[found.indices], dim=-1)
     torch.testing.assert_close(own, found.distances, rtol=1e-15, atol=0)
@@ -44,10 +44,10 @@ def test_distances_equal_loops(n: int, d: int, k: int, grid: bool, seed: int) ->
 
 def test_blocks_and_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     points = cloud(500, 20)
-    whole = Nearest.of(points, 4)
+    whole = NearestNeighbors.of(points, 4)
     monkeypatch.setitem(nearest.NUMBERS, "cpu", 3_000)
     monkeypatch.setattr(nearest, "GROUP", 7)
-    parts = Nearest.of(points, 4)
+    parts = NearestNeighbors.of(points, 4)
     assert torch.equal(whole.distances, parts.distances)
     assert torch.equal(whole.indices, parts.indices)
 
@@ -55,7 +55,7 @@ def test_blocks_and_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_agrees_with_a_tree_in_float32() -> None:
     points = cloud(3_000, 5, dtype=torch.float32)
     expected = cKDTree(points.double().numpy()).query(points.double().numpy(), k=4)[0][:, 1:]
-    np.testing.assert_allclose(Nearest.of(points, 3).distances.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(NearestNeighbors.of(points, 3).distances.numpy(), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
@@ -67,7 +67,7 @@ def test_close_points_far_from_the_others_are_found(precision: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        found = Nearest.of(points, 2).distances.numpy()
+        found = NearestNeighbors.of(points, 2).distances.numpy()
     finally:
         torch.set_float32_matmul_precision(before)
     np.testing.assert_allclose(found, loops(points, 2), rtol=1e-12)
@@ -76,7 +76,7 @@ def test_close_points_far_from_the_others_are_found(precision: str) -> None:
 def test_a_cluster_larger_than_the_candidates_is_searched_again() -> None:
     """Within a tight cluster the float32 search sees only rounding errors: the bound finds out, at every point."""
     points = torch.cat([cloud(60, 6), 3 + 1e-9 * cloud(60, 6, seed=1)])
-    np.testing.assert_allclose(Nearest.of(points, 5).distances.numpy(), loops(points, 5), rtol=1e-12)
+    np.testing.assert_allclose(NearestNeighbors.of(points, 5).distances.numpy(), loops(points, 5), rtol=1e-12)
 
 
 def test_the_bound_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +89,13 @@ def test_the_bound_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         return indices, torch.full_like(bound, torch.inf)
 
     monkeypatch.setattr(nearest._Search, "candidates", without_bound)
-    assert np.abs(Nearest.of(points, 5).distances.numpy() / loops(points, 5) - 1).max() > 0.01
+    assert np.abs(NearestNeighbors.of(points, 5).distances.numpy() / loops(points, 5) - 1).max() > 0.01
 
 
 def test_a_shift_changes_nothing() -> None:
     points = cloud(300, 4).round(decimals=3)
-    moved = Nearest.of(points + 1024, 3).distances
-    torch.testing.assert_close(moved, Nearest.of(points, 3).distances, rtol=1e-9, atol=0)
+    moved = NearestNeighbors.of(points + 1024, 3).distances
+    torch.testing.assert_close(moved, NearestNeighbors.of(points, 3).distances, rtol=1e-9, atol=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,7 +122,7 @@ def test_distinct_points_equal_loops(n: int, kinds: int, seed: int) -> None:
 )
 def test_bad_input(points: torch.Tensor, k: int, message: str) -> None:
     with pytest.raises(HelmscopeError, match=message):
-        Nearest.of(points, k)
+        NearestNeighbors.of(points, k)
 
 
 def test_points_that_a_search_in_float32_leaves_unsure_are_searched_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,5 +138,5 @@ def test_points_that_a_search_in_float32_leaves_unsure_are_searched_in_float64(m
 
     monkeypatch.setattr(nearest._Search, "candidates", counting)
     expected = cKDTree(points.numpy()).query(points.numpy(), k=3)[0][:, 1:]
-    np.testing.assert_allclose(Nearest.of(points, 2).distances.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(NearestNeighbors.of(points, 2).distances.numpy(), expected, rtol=1e-12)
     assert set(searched) == {torch.float32, torch.float64}

@@ -60,7 +60,7 @@ def test_pairs_agree_with_loops():
             expected = by_loops(cloud, path.weights[0, prompt].tolist(), ids[prompt].tolist(), 3)
             for name, (mean, *shares) in expected.items():
                 at = measured.isel(depth=depth, prompt=prompt).sel(pairs=name)
-                assert float(at.inner_product) == pytest.approx(mean, abs=1e-13)
+                assert float(at.mean_inner_product) == pytest.approx(mean, abs=1e-13)
                 assert at.aligned_pair_share.values == pytest.approx(shares, abs=1e-13)
 
 
@@ -87,13 +87,13 @@ def test_ranks_residuals_and_radius_are_those_of_the_cloud_without_its_first_tok
 
 def closed_form(states, **options):
     path = Trajectory(torch.zeros(1, dtype=F64), states[None, None])
-    return cloud_statistics(path, gap=1, levels=[0.9], first_token=True, **options).isel(time=0, system=0)
+    return cloud_statistics(path, gap=1, levels=[0.9], include_first_token=True, **options).isel(time=0, system=0)
 
 
 def test_orthogonal_tokens():
     n = 6
     found = closed_form(torch.eye(n, dtype=F64))
-    assert found.inner_product.values == pytest.approx([0, 0, 1 / n], abs=1e-15)
+    assert found.mean_inner_product.values == pytest.approx([0, 0, 1 / n], abs=1e-15)
     assert found.aligned_pair_share.values[:, 0] == pytest.approx([0, 0, 1 / n], abs=1e-15)
     for name in ("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
         assert float(found[name]) == pytest.approx(n, abs=1e-12)
@@ -102,7 +102,7 @@ def test_orthogonal_tokens():
 
 def test_coincident_tokens():
     found = closed_form(torch.eye(6, dtype=F64)[:1].expand(5, 6))
-    assert found.inner_product.values == pytest.approx([1, 1, 1], abs=1e-15)
+    assert found.mean_inner_product.values == pytest.approx([1, 1, 1], abs=1e-15)
     assert found.aligned_pair_share.values[:, 0] == pytest.approx([1, 1, 1], abs=1e-15)
     for name in ("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
         assert float(found[name]) == pytest.approx(1, abs=1e-6)
@@ -115,7 +115,7 @@ def test_equiangular_tokens(gamma):
     gram = gamma + (1 - gamma) * torch.eye(n, dtype=F64)
     found = closed_form(torch.linalg.cholesky(gram))
     above = float(gamma > 0.9)
-    assert found.inner_product.values == pytest.approx([gamma, gamma, gamma + (1 - gamma) / n], abs=1e-14)
+    assert found.mean_inner_product.values == pytest.approx([gamma, gamma, gamma + (1 - gamma) / n], abs=1e-14)
     assert found.aligned_pair_share.values[:, 0] == pytest.approx([above, above, above + (1 - above) / n], abs=1e-14)
     largest = 1 + (n - 1) * gamma
     assert float(found.stable_rank) == pytest.approx(n / largest, abs=1e-12)
@@ -147,7 +147,9 @@ def test_a_recording_brings_ids_weights_and_the_sphere_of_the_theory():
     assert measured.aligned_pair_share.equals(expected.aligned_pair_share)
     assert measured.attrs["gap"] == 4
     last = by_loops(path.states[-1, 0].tolist(), [1.0] * 20, ids[0].tolist(), 4)
-    assert float(measured.inner_product.sel(pairs="distant")[-1, 0]) == pytest.approx(last["distant"][0], abs=1e-12)
+    assert float(measured.mean_inner_product.sel(pairs="distant")[-1, 0]) == pytest.approx(
+        last["distant"][0], abs=1e-12
+    )
 
 
 def test_padding_does_not_count():

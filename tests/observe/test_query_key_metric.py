@@ -40,9 +40,9 @@ def test_the_measurement_against_dense_matrices(family):
         assert float(found.symmetric_share) == pytest.approx(float((s.norm() / m.norm()) ** 2), abs=1e-12)
         assert float(found.alignment) == pytest.approx(float((m * o).sum() / m.norm() / o.norm()), abs=1e-12)
         negative = float(values.clamp(max=0).square().sum() / values.square().sum())
-        assert float(found.negative_share) == pytest.approx(negative, abs=1e-12)
-        assert int(found.positive) == int((values > 1e-10).sum())
-        assert int(found.negative) == int((values < -1e-10).sum())
+        assert float(found.negative_eigenvalue_share) == pytest.approx(negative, abs=1e-12)
+        assert int(found.positive_eigenvalue_count) == int((values > 1e-10).sum())
+        assert int(found.negative_eigenvalue_count) == int((values < -1e-10).sum())
     d = forms[0].dim
     assert np.abs(metric.symmetric_share_null - (d + 1) / (2 * d)).max() < 1e-15
 
@@ -56,7 +56,7 @@ def test_the_form_is_that_of_the_logits():
             block.ln_1.bias.zero_()
     recording = record(model, inputs_of("gpt2"), keep=KeptTensors.QUERIES | KeptTensors.KEYS)
     for layer in range(3):
-        state = recording.stream(depth=2 * layer)
+        state = recording.residual_stream(depth=2 * layer)
         u = state / (state.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()  # its mean is left for P
         forms = head_matrices(recording)[layer]
         for head in range(4):

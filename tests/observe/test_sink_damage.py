@@ -13,7 +13,7 @@ from helmscope.models.record import record
 from helmscope.models.sites import Chunk, Site
 from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.sink_damage import SinkEdits, sink_damage
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -32,7 +32,7 @@ def test_all_heads_of_a_layer_agree_with_edited_values_and_masked_keys(family):
     damage = sink_damage(recording, heads=names, seed=2)
     values = recording.kept["value"][layer]
     constants = torch.empty_like(values[:, :, 0])
-    parts = halves(6, seed=2)
+    parts = random_halves(6, seed=2)
     for part, other in (parts, parts[::-1]):
         constants[part] = values[other][:, :, 0].mean(0)
     write = recording.kept["attention write"][layer]

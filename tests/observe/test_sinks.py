@@ -9,7 +9,7 @@ import torch
 import helmscope as hs
 from helmscope.fields.attention import SA
 from helmscope.models.record import record
-from helmscope.observe.sinks import AttentionSinks, attention_sinks, sink_constancy
+from helmscope.observe.sinks import AttentionSinks, attention_sinks, sink_constancy, sink_decomposition
 from helmscope.solve.integrate import integrate
 from helmscope.types import HelmscopeError, Needs
 from support.model_families import inputs_of, tiny_model
@@ -78,6 +78,66 @@ def test_models_agree_with_loops(family, first_query):
             assert set(expected) == set(actual.data_vars)
             for name, number in expected.items():
                 np.testing.assert_allclose(actual[name].item(), number, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_the_decomposition_at_the_sink_is_an_identity(family):
+    """With rows that sum to 1 and to less, against loops, and at any position."""
+    seen = Seen()
+    record(tiny_model(family, dtype=F64), inputs_of(family, batch=2, n=6)).replay(seen)
+    for kernel, value in seen.layers:
+        values = value.repeat(kernel.shape[1] // value.shape[1], 1)
+        for sink in (0, 3):
+            split = sink_decomposition(torch.from_numpy(kernel), torch.from_numpy(values), sink=sink)
+            weight, context = split.weight.unsqueeze(-1), split.context
+            whole = weight * split.sink.unsqueeze(-2) + (1 - weight) * context
+            expected = torch.from_numpy(kernel) @ torch.from_numpy(values)
+            defined = (weight != 1).expand(expected.shape)
+            assert float((whole - expected)[defined].abs().max()) < 1e-13
+            assert bool(context[~defined].isnan().all())
+            p, h, t = 1, 2, 5
+            others = [kernel[p, h, t, j] * values[p, h, j] for j in range(6) if j != sink]
+            np.testing.assert_allclose(context[p, h, t], sum(others) / (1 - kernel[p, h, t, sink]), rtol=1e-12)
+    # under a causal mask the first query sees nothing but the sink
+    if family == "gpt2":
+        assert bool(sink_decomposition(torch.eye(2), torch.ones(2, 1)).context[0].isnan().all())
+
+
+def test_writes_from_the_sink_do_not_depend_on_the_basis_inside_the_heads():
+    """An invertible matrix moved from the values to the output projection changes cosines of values only."""
+    model, generator = tiny_model("gpt2", dtype=F64), torch.Generator().manual_seed(0)
+    before = sink_constancy(record(model, DIFFERENT))
+    basis = torch.eye(8, dtype=F64) + 0.5 * torch.randn(8, 8, dtype=F64, generator=generator)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for head in range(4):
+                rows = slice(8 * head, 8 * head + 8)
+                values = slice(64 + 8 * head, 64 + 8 * head + 8)
+                block.attn.c_attn.weight[:, values] = block.attn.c_attn.weight[:, values] @ basis.T
+                block.attn.c_attn.bias[values] = basis @ block.attn.c_attn.bias[values]
+                block.attn.c_proj.weight[rows] = torch.linalg.inv(basis).T @ block.attn.c_proj.weight[rows]
+    after = sink_constancy(record(model, DIFFERENT))
+    for name in ("write_cosine", "write_explained_share"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-9, atol=1e-11)
+    assert float(abs(after.cosine - before.cosine).max()) > 0.01
+
+
+def test_writes_from_the_sink_by_loops():
+    model, seen = tiny_model("gpt2", dtype=F64), Seen()
+    recording = record(model, DIFFERENT)
+    recording.replay(seen)
+    measured = sink_constancy(recording)
+    for layer, (_, value) in enumerate(seen.layers):
+        matrix = model.transformer.h[layer].attn.c_proj.weight.detach().numpy()
+        for head in range(4):
+            tokens = value[:, head].reshape(-1, 8)
+            written = [(value[p, head, 0] - tokens.mean(0)) @ matrix[8 * head : 8 * head + 8] for p in range(3)]
+            units = [each / np.sqrt((each**2).sum()) for each in written]
+            cosine = sum(units[a] @ units[b] for a, b in ((0, 1), (0, 2), (1, 2))) / 3
+            center = sum(written) / 3
+            left = sum(((each - center) ** 2).sum() for each in written) / sum((each**2).sum() for each in written)
+            assert measured.write_cosine[layer, head].item() == pytest.approx(cosine, abs=1e-12)
+            assert measured.write_explained_share[layer, head].item() == pytest.approx(1 - left, abs=1e-12)
 
 
 def test_a_learned_sink_outside_the_tokens_is_missing_mass():
@@ -174,5 +234,9 @@ def test_bad_input():
         AttentionSinks(first_query=1.5)
     with pytest.raises(HelmscopeError, match="system has 1 prompt, but constancy over them needs at least 2"):
         sink_constancy(recording)
+    with pytest.raises(HelmscopeError, match="sink is 4, but the kernel has positions 0 to 3"):
+        sink_decomposition(torch.eye(4), torch.ones(4, 2), sink=4)
+    with pytest.raises(HelmscopeError, match=r"values is a tensor \(3, 2\), but it must be a tensor of shape \(4,\)"):
+        sink_decomposition(torch.eye(4), torch.ones(3, 2))
     with pytest.raises(HelmscopeError, match="system is int, but it must be a System"):
         attention_sinks(3)

@@ -28,7 +28,7 @@ def sample(seed, *, batch=4, n=12, noise=0.6):
     return Trajectory(torch.arange(2.0), states, weights, axis="depth", replicate="prompt"), ids
 
 
-def centred(path, depth, prompt):
+def centered(path, depth, prompt):
     """The unit vectors of the counted tokens but the first, with the mean of their cloud removed."""
     kept = [i for i in range(1, path.states.shape[2]) if path.weights[0, prompt, i] > 0]
     cloud = path.states[depth, prompt][kept].numpy()
@@ -41,9 +41,9 @@ def by_loops(reference, reference_ids, test, test_ids, depth):
     known = [
         (int(reference_ids[p, i]), x)
         for p in range(len(reference_ids))
-        for i, x in centred(reference, depth, p).items()
+        for i, x in centered(reference, depth, p).items()
     ]
-    asked = [[(int(test_ids[p, i]), x) for i, x in centred(test, depth, p).items()] for p in range(len(test_ids))]
+    asked = [[(int(test_ids[p, i]), x) for i, x in centered(test, depth, p).items()] for p in range(len(test_ids))]
     classes = {name for name, _ in known} & {name for row in asked for name, _ in row}
     means = {}
     for name in sorted(classes):

@@ -58,7 +58,7 @@ def test_equal_numbers_of_points_without_copies_and_padding() -> None:
 
 def test_a_first_token_counts_on_request() -> None:
     states = on_circles(1, 2, 12)
-    every = token_dimension(path(states), neighbors=(), first_token=True)
+    every = token_dimension(path(states), neighbors=(), include_first_token=True)
     assert float(every.two_nn[0, 1]) == pytest.approx(two_nn(states[0, 1]).estimate, rel=1e-12)
 
 

@@ -81,7 +81,7 @@ def test_unit_and_identities_of_a_trajectory_become_coordinates():
 def test_track_takes_whole_numbers_single_precision_and_gradients():
     states = STATES.float().requires_grad_()
     seen = hs.track(
-        hs.Trajectory(TIMES, states), count=lambda x: hs.cluster_count(x, radius=0.3), order=hs.order_parameter
+        hs.Trajectory(TIMES, states), count=lambda x: hs.cluster_count(x, max_angle=0.3), order=hs.order_parameter
     )
     assert seen["count"].dtype == seen.order.dtype == np.float64
     seen = hs.reduce_replicates(seen)
@@ -156,7 +156,7 @@ def test_states_of_a_system_that_stopped_are_refused():
 
 @pytest.mark.parametrize("trajectory", [PLAIN, PADDED], ids=["plain", "padded"])
 def test_overview_number_by_number(trajectory):
-    kept = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
+    kept = hs.overview(trajectory, beta=3.0, delta=0.2, max_angle=0.3, bins=7)
     assert set(kept.data_vars) == {*SIMPLE, "inner_product_histogram"}
     assert all(kept[name].dims[:2] == ("time", "system") for name in kept.data_vars)
     assert hs.types.check_measurement(kept) is kept
@@ -170,7 +170,7 @@ def test_overview_number_by_number(trajectory):
         means, errors = by_loops(lambda cloud, k=k: oracles.histogram(cloud, edges)[k], trajectory)
         assert seen.inner_product_histogram.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
         assert seen.inner_product_histogram_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
-    options = {"beta": 3.0, "delta": 0.2, "radius": 0.3}
+    options = {"beta": 3.0, "delta": 0.2, "max_angle": 0.3}
     assert seen.attrs == {"n": 4, "replicate": "system", "token_stride": 1, **options}
 
 
@@ -185,11 +185,14 @@ def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
 def test_the_overview_of_a_recording_takes_tokens_of_inner_product_0_9_for_close():
     of_flow = hs.overview(PLAIN, beta=1.0)
     of_model = hs.overview(hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt"), beta=1.0)
-    assert (of_flow.delta, of_flow.radius) == (1e-3, 0.1)
-    assert (of_model.delta, of_model.radius) == (0.1, 0.45)
+    assert (of_flow.delta, of_flow.max_angle) == (1e-3, 0.1)
+    assert (of_model.delta, of_model.max_angle) == (0.1, 0.45)
     assert abs(math.cos(0.45) - 0.9) < 1e-3
-    same = hs.overview(PLAIN, beta=1.0, delta=0.1, radius=0.45)
-    assert (of_model.close_pair_share.values == same.close_pair_share.values).all()
+    same = hs.overview(PLAIN, beta=1.0, delta=0.1, max_angle=0.45)
+    assert (of_model.aligned_pair_share.values == same.close_pair_share.values).all()
+    assert "close_pair_share" not in of_model
+    assert of_model.aligned_pair_share.attrs["long_name"] == "share of pairs with an inner product of at least 0.9"
+    assert same.close_pair_share.attrs["long_name"] == "share of pairs that have met"
     assert (of_model.cluster_count.values == same.cluster_count.values).all()
 
 
@@ -234,7 +237,7 @@ def test_bounds_that_a_measurement_lacks_are_passed_over():
         ({"beta": math.nan}, "beta is nan.*finite"),
         ({"beta": "warm"}, "beta is 'warm'.*number"),
         ({"beta": 1.0, "delta": -1.0}, r"delta is -1\.0.*>= 0"),
-        ({"beta": 1.0, "radius": -1.0}, r"radius is -1\.0.*>= 0"),
+        ({"beta": 1.0, "max_angle": -1.0}, r"max_angle is -1\.0.*>= 0"),
         ({"beta": 1.0, "bins": 0}, "bins is 0.*>= 1"),
     ],
 )

@@ -41,7 +41,7 @@ def test_five_tokens_against_all_permutations():
     before = retract(randn(3, 5, 3))
     after = retract(before + 1.5 * randn(3, 5, 3, seed=1))
     radius = randn(2, 3, 5, seed=2).exp()
-    measured = transport_ratio(path_of(before, after, radius=radius), first_token=True)
+    measured = transport_ratio(path_of(before, after, radius=radius), include_first_token=True)
     for b in range(3):
         geodesic = brute_force(before[b], after[b], lambda u, v: math.acos(float(u @ v)))
         assert float(measured.ratio[1, b]) == pytest.approx(geodesic, abs=1e-12)
@@ -65,11 +65,11 @@ def test_the_gradient_of_a_convex_potential_is_optimal_and_its_outputs_permuted_
     after = before @ (root @ root.T + torch.eye(4, dtype=F64))  # symmetric and positive definite
     states = [retract(cloud) for cloud in (before, after)]
     radius = torch.stack([torch.linalg.vector_norm(cloud, dim=-1) for cloud in (before, after)])
-    optimal = transport_ratio(path_of(*states, radius=radius), first_token=True)
+    optimal = transport_ratio(path_of(*states, radius=radius), include_first_token=True)
     assert float(optimal.euclidean_ratio[1, 0]) == pytest.approx(1, abs=1e-12)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     radius[1] = radius[1][:, order]
-    permuted = transport_ratio(path_of(states[0], states[1][:, order], radius=radius), first_token=True)
+    permuted = transport_ratio(path_of(states[0], states[1][:, order], radius=radius), include_first_token=True)
     assert float(permuted.euclidean_ratio[1, 0]) < 0.8
     assert float(permuted.ratio[1, 0]) < 0.8
 
@@ -79,7 +79,7 @@ def test_a_rotation_of_the_circle_by_more_than_the_spacing_is_not_optimal():
     # a quarter turn maps the square to itself, so that nothing need move at all
     square = torch.stack([places.cos(), places.sin()], -1)[None]
     turned = torch.stack([-places.sin(), places.cos()], -1)[None]
-    measured = transport_ratio(path_of(square, turned), first_token=True)
+    measured = transport_ratio(path_of(square, turned), include_first_token=True)
     assert float(measured.ratio[1, 0]) == pytest.approx(0, abs=1e-20)
     assert float(measured.relative_step[1, 0]) == pytest.approx(1, abs=1e-12)
 
@@ -93,7 +93,7 @@ def test_small_steps_are_optimal_whatever_they_are():
 
 def test_the_whole_depth_is_compared_with_the_first_state():
     states = [retract(randn(1, 5, 3, seed=seed)) for seed in range(3)]
-    measured = transport_ratio(path_of(*states), first_token=True)
+    measured = transport_ratio(path_of(*states), include_first_token=True)
     expected = brute_force(states[0][0], states[2][0], lambda u, v: math.acos(float(u @ v)))
     assert float(measured.ratio_from_start[2, 0]) == pytest.approx(expected, abs=1e-12)
     assert float(measured.ratio_from_start[1, 0]) == float(measured.ratio[1, 0])
@@ -113,14 +113,14 @@ def test_weights_are_masses():
     before, after = retract(randn(1, 4, 3)), retract(randn(1, 4, 3, seed=1))
     repeated = [torch.cat([cloud, cloud[:, 3:]], 1) for cloud in (before, after)]
     weights = torch.tensor([[[1.0, 1, 1, 2]]], dtype=F64)
-    found = transport_ratio(path_of(before, after, weights=weights), first_token=True)
-    twice = transport_ratio(path_of(*repeated), first_token=True)
+    found = transport_ratio(path_of(before, after, weights=weights), include_first_token=True)
+    twice = transport_ratio(path_of(*repeated), include_first_token=True)
     assert float(found.ratio[1, 0]) == pytest.approx(float(twice.ratio[1, 0]), abs=1e-12)
     spoiled = torch.stack([before, after])
     spoiled[:, :, 3] = torch.nan
     without = Trajectory(torch.arange(2.0), spoiled, torch.tensor([[[1.0, 1, 1, 0]]], dtype=F64))
-    alone = transport_ratio(path_of(before[:, :3], after[:, :3]), first_token=True)
-    assert float(transport_ratio(without, first_token=True).ratio[1, 0]) == float(alone.ratio[1, 0])
+    alone = transport_ratio(path_of(before[:, :3], after[:, :3]), include_first_token=True)
+    assert float(transport_ratio(without, include_first_token=True).ratio[1, 0]) == float(alone.ratio[1, 0])
 
 
 def test_changing_weights_and_lost_states_are_refused():
@@ -145,7 +145,7 @@ def test_a_recording_and_a_simulation_are_measured_by_the_same_function():
     path = recording.trajectory
     kept = [i for i in range(1, path.states.shape[2]) if path.weights is None or path.weights[0, 1, i] > 0]
     states = retract(path.states[:, 1:2, kept].double())
-    again = transport_ratio(Trajectory(path.times, states), first_token=True)
+    again = transport_ratio(Trajectory(path.times, states), include_first_token=True)
     assert measured.ratio.values[1:, 1] == pytest.approx(again.ratio.values[1:, 0], abs=1e-12)
     assert measured.half.values[1] == "attention"
     run = integrate(SA(beta=1.0), retract(randn(2, 6, 3)), times=[0.0, 1.0])

@@ -17,7 +17,7 @@ from helmscope.types import MissingExtra
 TIMES = [0.0, 0.5, 1.0, 2.0]
 START = hs.Uniform(6, 3).sample(4, seed=0)
 TRAJECTORY = hs.integrate(hs.SA(2.0), START, TIMES).trajectory
-KEPT = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
+KEPT = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, max_angle=0.2)
 SEEN = hs.reduce_replicates(KEPT)
 PANELS = {0: ["close_pair_share", "order_parameter"], 1: ["cluster_count", "effective_rank"], 2: ["interaction_energy"]}
 
@@ -48,7 +48,7 @@ def test_words_on_the_picture():
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
         *("close pairs, <x,y> >= 0.99", "order parameter |mean x|"),
-        *("clusters at radius 0.2", "effective rank (entropy)"),
+        *("clusters within an angle of 0.2", "effective rank (entropy)"),
         "interaction energy, beta = 2",
     ]
     assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time"] * 4
@@ -147,6 +147,8 @@ def test_the_picture_of_a_model_is_over_depth():
     axes = figure.axes
     assert "(4 prompts;" in figure.get_suptitle()
     assert {panel.get_xlabel() for panel in axes[:4]} == {"depth"}
+    legend = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert legend == ["aligned pairs, <x,y> >= 0.9", "order parameter |mean x|"]
     assert axes[0].lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]
 
 

@@ -141,8 +141,8 @@ def test_a_control_of_another_region_is_not_on_this_axis():
 
 
 def test_a_printed_form_that_is_not_measured_is_not_counted_as_omitted():
-    on_paper = PrintedStatement("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1")
-    (panel,) = trial_figure(verdict(0.98, 1.02, printed=on_paper), NOTHING).axes
+    by_theory = PrintedStatement("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1")
+    (panel,) = trial_figure(verdict(0.98, 1.02, printed=by_theory), NOTHING).axes
     assert panel.get_title(loc="left") == "the statistic and its region (shaded: 0.9 to 1.1)"
 
 
@@ -401,7 +401,7 @@ def test_what_is_no_verdict_or_no_measurement_is_refused_with_one_sentence(monke
     bare = xr.Dataset({"energy": 1.0}, attrs={"n": 2})
     for seen, data, message in (
         (None, NOTHING, r"^verdict is a NoneType, but it must be a Verdict$"),
-        (verdict(0, 1), None, "dataset is a NoneType"),
+        (verdict(0, 1), None, "measurement is a NoneType"),
         (verdict(0, 1), bare, "'energy' has neither"),
         (
             verdict(0, 1),

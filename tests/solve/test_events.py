@@ -88,13 +88,13 @@ def test_two_clusters_merge_at_the_metastable_time(field, time):
 )
 def test_cluster_merges_by_brute_force(field, stepper):
     """Component k is the first time at most k + 1 clusters are left: count them at 201 times."""
-    radius, times = 0.4, np.linspace(0, 4, 201).tolist()
+    max_angle, times = 0.4, np.linspace(0, 4, 201).tolist()
     x0 = hs.Uniform(n=6, dim=3).sample(batch=2, seed=4)
-    sim = hs.integrate(field, x0, times, events=[hs.solve.ClusterMerge(radius)], stepper=stepper)
+    sim = hs.integrate(field, x0, times, events=[hs.solve.ClusterMerge(max_angle)], stepper=stepper)
     assert sim.event_times[0].shape == (2, 5)
     happened = 0
     for k, found in enumerate(sim.event_times[0].tolist()):
-        counts = [oracles.cluster_count(x.tolist(), radius) for x in sim.states[:, k]]
+        counts = [oracles.cluster_count(x.tolist(), max_angle) for x in sim.states[:, k]]
         for left, time in enumerate(found, start=1):
             reached = [i for i, count in enumerate(counts) if count <= left]
             if not reached:
@@ -248,7 +248,7 @@ def test_an_event_whose_signal_jumps(stepper):
 @pytest.mark.parametrize("make", [hs.solve.HittingTime, hs.solve.ClusterMerge])
 @pytest.mark.parametrize("value", [0.0, -0.1, math.nan, math.inf, "near"])
 def test_bad_thresholds_are_refused(make, value):
-    name = "delta" if make is hs.solve.HittingTime else "radius"
+    name = "delta" if make is hs.solve.HittingTime else "max_angle"
     with pytest.raises(hs.HelmscopeError, match=rf"^{name} is .*, but it must be a finite number > 0$"):
         make(value)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.solve import extras
-from helmscope.solve.extras import Extras
+from helmscope.solve import step_actions
+from helmscope.solve.step_actions import StepActions
 from support import oracles
 
 F64 = torch.float64
@@ -36,14 +36,14 @@ def attempts(monkeypatch):
 def flows(monkeypatch):
     """Records the flow after every check for tokens that have met."""
     seen = []
-    merged = Extras.merge_tokens
+    merged = StepActions.merge_tokens
 
     def kept(self, flow, x):
         result = merged(self, flow, x)
         seen.append((result[0], result[1]))
         return result
 
-    monkeypatch.setattr(Extras, "merge_tokens", kept)
+    monkeypatch.setattr(StepActions, "merge_tokens", kept)
     return seen
 
 
@@ -220,8 +220,10 @@ def test_bad_tolerance_is_refused(merge):
 def test_tokens_are_merged_only_when_some_have_met(monkeypatch):
     """Looking for pairs in every step is cheap; merging is not."""
     calls = []
-    merge = extras.merge_close
-    monkeypatch.setattr(extras, "merge_close", lambda *arguments: calls.append(len(arguments[0])) or merge(*arguments))
+    merge = step_actions.merge_close
+    monkeypatch.setattr(
+        step_actions, "merge_close", lambda *arguments: calls.append(len(arguments[0])) or merge(*arguments)
+    )
     hs.integrate(hs.SA(beta=1.0), circle(0.0, 0.5), [0, 1], merge=1e-3)
     assert calls == []
     hs.integrate(hs.SA(beta=1.0), circle(0.0, 0.5), [0, 20], merge=1e-3)

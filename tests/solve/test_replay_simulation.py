@@ -81,7 +81,7 @@ def test_both_halves_of_a_flow_read_the_stored_state(placement, parallel):
     seen = replayed(run)
     assert set(seen) == {(layer, half) for layer in (0, 1) for half in HALVES}
     for (layer, half), (context, tensors) in seen.items():
-        state = run.stream(depth=layer)
+        state = run.residual_stream(depth=layer)
         assert not context.is_increment
         assert torch.equal(tensors.state, state)
         assert torch.equal(tensors.direction, run.trajectory.states[layer])
@@ -103,7 +103,7 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
         (at, first), (then, second) = (seen[layer, half] for half in HALVES)
         assert at.is_increment
         assert then.step == 0.5
-        start, end = run.stream(depth=layer), run.stream(depth=layer + 1)
+        start, end = run.residual_stream(depth=layer), run.residual_stream(depth=layer + 1)
         middle = start if parallel else block.placement.normalize_sum(Half.ATTENTION, start + first.write)
         assert (second.state - middle).abs().max() < 1e-15
         total = start + first.write + second.write if parallel else middle + second.write
@@ -125,7 +125,7 @@ def test_the_noisy_layer_shows_increments_of_one_state():
 )
 def test_the_size_of_the_chunks_changes_nothing(field, stepper):
     run = hs.integrate(field, X, times=[0.0, 0.5], stepper=stepper, weights=MASS)
-    instruments = [hs.observe.KernelStatistics()] + [hs.observe.DriftAndSwirl()] * isinstance(field, hs.Block)
+    instruments = [hs.observe.KernelStatistics()] + [hs.observe.MlpForce()] * isinstance(field, hs.Block)
     whole = run.replay(*instruments)
     assert whole["kernel_statistics"].sizes["system"] == 4
     for size in (1, 2, 3, 100):
@@ -177,14 +177,14 @@ class Plain(hs.Instrument):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda run: run.replay(Plain), "instruments holds Plain, but each must be an Instrument object"),
-        (lambda run: run.replay("entropy"), "instruments holds str, but each must be an Instrument object"),
+        (lambda run: run.replay(Plain), r"instruments\[0\] is the class Plain, but it must be an Instrument"),
+        (lambda run: run.replay("entropy"), r"instruments\[0\] is a str, but it must be an Instrument"),
         (lambda run: run.replay(Plain(), Plain()), "instruments holds 2 named 'plain', but each needs its own name"),
         (lambda run: run.replay(Plain()), "instrument plain kept nothing"),
         (lambda run: run.replay(Everything(ATTENTION), batch_size=0), "batch_size is 0"),
         (
-            lambda run: run.replay(hs.observe.DriftAndSwirl()),
-            r"no MLP: force\(layer=0\) is None, but drift_and_swirl needs",
+            lambda run: run.replay(hs.observe.MlpForce()),
+            r"no MLP: force\(layer=0\) is None, but mlp_force needs",
         ),
         (lambda run: Plain().result(), "instrument plain has no plan before its first replay"),
         (

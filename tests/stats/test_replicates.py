@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.stats.replicates import first_value, halves, moments, numbers
+from helmscope.stats.replicates import first_value, moments, numbers, random_halves
 from helmscope.stats.scales import FisherZScale, LinearScale, LogScale, RemainderScale
 from helmscope.types import HelmscopeError
 
@@ -53,13 +53,13 @@ def test_a_scale_goes_back_the_way_it_came_and_knows_its_slope(scale):
 
 @pytest.mark.parametrize("n", [4, 5, 33])
 def test_halves_are_disjoint_random_and_whole(n):
-    first, second = halves(n, seed=1)
+    first, second = random_halves(n, seed=1)
     assert sorted([*first, *second]) == list(range(n))
     assert (len(first), len(second)) == (n // 2, n - n // 2)
-    often = sum(0 in halves(n, seed=seed)[0] for seed in range(400))
+    often = sum(0 in random_halves(n, seed=seed)[0] for seed in range(400))
     assert abs(often - 400 * (n // 2) / n) < 4 * math.sqrt(100)
 
 
 def test_halves_of_three_are_refused():
     with pytest.raises(HelmscopeError, match="n is 3"):
-        halves(3)
+        random_halves(3)

@@ -367,8 +367,8 @@ def test_conditions_controls_described_and_printed_round_trip():
         decode_verdicts(verdicts(controls=None), "v.json")
     with pytest.raises(HelmscopeError, match=r"unknown key of printed of v.json\[0\] 'txet': did you mean 'text'"):
         decode_verdicts(verdicts(printed={"txet": "V = -I"}), "v.json")
-    with pytest.raises(HelmscopeError, match=r"unknown on_paper of printed of v.json\[0\] 'yes'"):
-        decode_verdicts(verdicts(printed=asdict(bare.printed) | {"on_paper": "yes"}), "v.json")
+    with pytest.raises(HelmscopeError, match=r"unknown by_theory of printed of v.json\[0\] 'yes'"):
+        decode_verdicts(verdicts(printed=asdict(bare.printed) | {"by_theory": "yes"}), "v.json")
 
 
 def test_the_hashes_that_a_verdict_depends_on_round_trip():

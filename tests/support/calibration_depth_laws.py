@@ -15,12 +15,12 @@ from helmscope.fields.activations import Identity, ReLU
 from helmscope.fields.mlp import MLP
 from helmscope.models.record import record
 from helmscope.observe.arcs import arc_length
-from helmscope.observe.depth_flow import depth_flow
 from helmscope.observe.depth_steps import depth_steps
-from helmscope.observe.drift_and_swirl import drift_and_swirl
+from helmscope.observe.mlp_force import mlp_force
 from helmscope.observe.mlp_jacobian import mlp_jacobian
-from helmscope.observe.mlp_projection import mlp_projection
+from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound
 from helmscope.observe.mlp_weights import gate_sparsity, mlp_weights
+from helmscope.observe.perturbation_growth import perturbation_growth
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.solve.layer import Layer
 from helmscope.types import Trajectory
@@ -37,7 +37,7 @@ def share_of(matrix: np.ndarray) -> float:
 
 def draw_swirl(size: int, count: int, generator: torch.Generator) -> Values:
     run = hs.integrate(FORCE, uniform(generator, count, size, 3), times=[0.0])
-    return picked(drift_and_swirl(run), "swirl_fraction_as_printed_unit_sphere", "radial_force")
+    return picked(mlp_force(run), "swirl_fraction_as_printed_unit_sphere", "radial_force")
 
 
 def swirl_truths(size: int) -> dict[str, float]:
@@ -68,7 +68,7 @@ def weighted_truths(size: int) -> dict[str, float]:
 
 def draw_projection(size: int, count: int, generator: torch.Generator) -> Values:
     run = hs.integrate(FORCE, uniform(generator, count, size, 3), times=[0.0])
-    return picked(mlp_projection(run, progress=False), "swirl_share_bound", "swirl_share_bound_quadratic")
+    return picked(mlp_swirl_bound(run, progress=False), "swirl_share_bound", "swirl_share_bound_quadratic")
 
 
 def projection_truths(size: int) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _walk(size: int, count: int, generator: torch.Generator) -> Trajectory:
 
 
 def draw_steps(size: int, count: int, generator: torch.Generator) -> Values:
-    measured = depth_steps(_walk(size, count, generator), first_token=True, progress=False).isel(time=2)
+    measured = depth_steps(_walk(size, count, generator), include_first_token=True, progress=False).isel(time=2)
     return picked(measured, "angle", "median_angle", "update_cosine", "radius_growth")
 
 
@@ -137,7 +137,7 @@ def steps_truths(size: int) -> dict[str, float]:
 
 
 def draw_arcs(size: int, count: int, generator: torch.Generator) -> Values:
-    return picked(arc_length(_walk(size, count, generator), first_token=True).isel(time=2), "arc_length")
+    return picked(arc_length(_walk(size, count, generator), include_first_token=True).isel(time=2), "arc_length")
 
 
 TURN, SHIFT = math.pi / 2, 1.5
@@ -150,7 +150,7 @@ def draw_transport(size: int, count: int, generator: torch.Generator) -> Values:
     states = torch.stack([y, y @ turn.T + torch.tensor([SHIFT, 0.0], dtype=F64)])
     radius = states.norm(dim=-1)
     path = Trajectory(torch.arange(2, dtype=F64), states / radius.unsqueeze(-1), radius=radius)
-    return picked(transport_ratio(path, first_token=True, progress=False).isel(time=1), "euclidean_ratio")
+    return picked(transport_ratio(path, include_first_token=True, progress=False).isel(time=1), "euclidean_ratio")
 
 
 def transport_truths(size: int) -> dict[str, float]:
@@ -167,7 +167,7 @@ def draw_flow(size: int, count: int, generator: torch.Generator) -> Values:
     start = torch.eye(3, dtype=F64)[:1].expand(count, 2, 3)
     run = hs.integrate(lambda x: x @ matrix - x, start, times=list(range(size + 1)), stepper=Layer(1.0))
     seed = int(torch.randint(2**31, (1,), generator=generator))
-    measured = depth_flow(run, directions=1, seed=seed, progress=False)
+    measured = perturbation_growth(run, directions=1, seed=seed, progress=False)
     last = measured.isel(time=-1)
     return (
         picked(measured, "exponent") | picked(last, "stretch") | picked(last.assign(square=last.stretch**2), "square")
@@ -212,7 +212,7 @@ def draw_singular(size: int, count: int, generator: torch.Generator) -> Values:
     ids = torch.randint(len(INVERSE_RADII), (count, 1), generator=generator).expand(count, 2)
     recording = record(linear_model(), ids, batch_size=count)
     seed = int(torch.randint(2**31, (1,), generator=generator))
-    measured = depth_flow(recording, directions=2, iterations=size, seed=seed, progress=False)
+    measured = perturbation_growth(recording, directions=2, iterations=size, seed=seed, progress=False)
     return picked(measured.isel(direction=0), "singular_value")
 
 
@@ -223,7 +223,7 @@ def singular_truths(size: int) -> dict[str, float]:
 
 LINEAR_FORCE = "f = M x, uniform tokens on S^2"
 MLP_LAWS = (
-    Law("drift_and_swirl", LINEAR_FORCE, "tokens", (4, 16), draw_swirl, swirl_truths),
+    Law("mlp_force", LINEAR_FORCE, "tokens", (4, 16), draw_swirl, swirl_truths),
     Law(
         "mlp_jacobian",
         "f = M x, directions of N(0, diag(9, 1)) in R^2",
@@ -234,7 +234,14 @@ MLP_LAWS = (
         others=100,
     ),
     Law(
-        "mlp_projection", LINEAR_FORCE, "tokens", (8, 32), draw_projection, projection_truths, others=100, together=True
+        "mlp_swirl_bound",
+        LINEAR_FORCE,
+        "tokens",
+        (8, 32),
+        draw_projection,
+        projection_truths,
+        others=100,
+        together=True,
     ),
     Law(
         "mlp_weights",
@@ -275,7 +282,7 @@ DEPTH_LAWS = (
         others=25,
     ),
     Law(
-        "depth_flow",
+        "perturbation_growth",
         "a fixed point with the derivative diag(1.5, 0.75) per layer",
         "layers",
         (1, 4, 16),
@@ -283,7 +290,7 @@ DEPTH_LAWS = (
         flow_truths,
     ),
     Law(
-        "depth_flow",
+        "perturbation_growth",
         "a linear GPT-2 at fixed points y, singular values 1 + 1/|y|, 1 + 0.6/|y|, ...",
         "iterations",
         (1, 2, 4),

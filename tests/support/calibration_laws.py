@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import helmscope as hs
 from helmscope.fields.attention import SA
 from helmscope.models.record import record
+from helmscope.observe.attention_diffusion import attention_diffusion, attention_diffusion_spectrum
 from helmscope.observe.attention_drift import attention_drift
-from helmscope.observe.attention_noise import attention_noise, attention_noise_spectrum
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.context_group import ContextGroup
 from helmscope.observe.context_noise import context_noise
@@ -76,7 +76,10 @@ def _cloud(size: int, count: int, generator: torch.Generator) -> hs.Simulation:
 
 def draw_noise(size: int, count: int, generator: torch.Generator) -> Values:
     return picked(
-        attention_noise(_cloud(size, count, generator)), "nu_token_sampling", "nu_random_values", "total_nu_as_printed"
+        attention_diffusion(_cloud(size, count, generator)),
+        "nu_token_sampling",
+        "nu_random_values",
+        "total_nu_as_printed",
     )
 
 
@@ -91,7 +94,7 @@ def noise_truths(size: int) -> dict[str, float]:
 
 def draw_spectrum(size: int, count: int, generator: torch.Generator) -> Values:
     names = ("total_anisotropy", "effective_share", "smallest_eigenvalue")
-    measured = attention_noise_spectrum(_cloud(size, count, generator), tokens=1)
+    measured = attention_diffusion_spectrum(_cloud(size, count, generator), tokens=1)
     largest = measured.isel(eigenvalue=0)
     return picked(measured, *names) | picked(largest, "eigenvalue_share")
 
@@ -208,8 +211,8 @@ def zeros(*names: str) -> Callable[[int], dict[str, float]]:
 
 UNIFORM = f"uniform tokens on S^{DIM - 1}, V = I, equal weights"
 ATTENTION_LAWS = (
-    Law("attention_noise", UNIFORM, "tokens", (8, 16, 32), draw_noise, noise_truths),
-    Law("attention_noise_spectrum", UNIFORM, "tokens", (16, 64), draw_spectrum, spectrum_truths),
+    Law("attention_diffusion", UNIFORM, "tokens", (8, 16, 32), draw_noise, noise_truths),
+    Law("attention_diffusion_spectrum", UNIFORM, "tokens", (16, 64), draw_spectrum, spectrum_truths),
     Law("attention_drift", UNIFORM, "tokens", (8, 32), draw_drift, zeros("drift", "drift_ratio", "norm_of_mean_drift")),
     Law("attention_surface_divergence", UNIFORM, "tokens", (8, 32), draw_divergence, zeros("surface_divergence")),
     Law(

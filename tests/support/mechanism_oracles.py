@@ -292,12 +292,12 @@ def drift_of_token(x: Vector, force: dict[str, Any]) -> dict[str, float]:
     whole = math.fsum(df[a][b] ** 2 for a in range(d) for b in range(d))
     rest = [f[a] - force["gradient"][a] - force["swirl"][a] for a in range(d)]
     return {
-        "force": math.hypot(*f),
+        "force_length": math.hypot(*f),
         "tangential_speed": math.hypot(*[f[a] - radial * x[a] for a in range(d)]),
         "radial_force": radial,
-        "gradient_unit_sphere": math.hypot(*force["gradient"]),
-        "swirl_unit_sphere": math.hypot(*force["swirl"]),
-        "harmonic": math.hypot(*rest),
+        "gradient_length_unit_sphere": math.hypot(*force["gradient"]),
+        "swirl_length_unit_sphere": math.hypot(*force["swirl"]),
+        "harmonic_length": math.hypot(*rest),
         "potential_unit_sphere": force["potential"],
         "energy_unit_sphere": -force["potential"],
         "trace": math.fsum(df[a][a] for a in range(d)),

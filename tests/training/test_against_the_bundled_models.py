@@ -54,8 +54,8 @@ def test_plain_measures_and_observables_agree(training, name):
     states = path.states[::2]
     found = {
         "radius": path.radius[::2].mean((1, 2)),
-        "inner_product": hs.mean_inner_product(states).mean(-1),
-        "share_above": hs.observe.close_pair_share(states, delta=0.1).mean(-1),
+        "mean_inner_product": hs.mean_inner_product(states).mean(-1),
+        "aligned_pair_share": hs.observe.close_pair_share(states, delta=0.1).mean(-1),
         "entropy": torch.stack(
             [hs.observe.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]
         ),
@@ -63,13 +63,13 @@ def test_plain_measures_and_observables_agree(training, name):
     }
     for key, value in found.items():
         off = ((value - wanted[key]).abs() / wanted[key].clamp(min=1.0)).max()
-        assert off < (3.2e-5 if key in ("share_above", "gate_sparsity") else 1e-6), (key, off)
+        assert off < (3.2e-5 if key in ("aligned_pair_share", "gate_sparsity") else 1e-6), (key, off)
 
 
 def negative_share(recording, layer):
     """The share of pre-activations below 0, from the MLP as a field."""
     force = recording.force(layer=layer)
-    return (recording.points(layer=layer) @ force.w_in.mT + force.b_in < 0).double().mean()
+    return (recording.force_points(layer=layer) @ force.w_in.mT + force.b_in < 0).double().mean()
 
 
 def test_the_arms_agree_with_ablated_recordings(training):
@@ -88,7 +88,7 @@ def test_the_arms_agree_with_ablated_recordings(training):
         inner = [cloud[where] for depth in x for cloud, where in zip(depth @ depth.mT, pairs, strict=True)]
         means = torch.stack([values.mean() for values in inner]).reshape(25, 2)
         shares = torch.stack([(values > 0.9).double().mean() for values in inner]).reshape(25, 2)
-        assert (wanted["inner_product"][arm] - means).abs().max() < 1e-5, arm
+        assert (wanted["mean_inner_product"][arm] - means).abs().max() < 1e-5, arm
         assert (wanted["aligned_pair_share"][arm, :, 1] - shares).abs().max() < 1.5 / pairs[0].sum(), arm
         some = x[::6]
         for name, observable in (
@@ -98,6 +98,6 @@ def test_the_arms_agree_with_ablated_recordings(training):
         ):
             found = observable(some)
             assert ((wanted[name][arm, ::6] - found).abs() / found).max() < 1e-5, (name, arm)
-    force, points = recording.force(layer=5), recording.points(layer=5)
+    force, points = recording.force(layer=5), recording.force_points(layer=5)
     index = hs.fields.jacobian_split(force.ambient, points[0, 1:]).antisymmetric_share.mean()
     assert float(wanted["antisymmetric_share"][5, 0]) == pytest.approx(float(index), abs=1e-5)

@@ -70,7 +70,7 @@ def test_the_arms_against_loops(training, ids, windows):
                 pairs = [(i, j) for j in range(20) for i in range(1, j - APART + 1) if words[i] != words[j]]
                 inner = np.array([tokens[i] @ tokens[j] for i, j in pairs])
                 here = (a, depth, prompt)
-                assert found["inner_product"][here] == pytest.approx(inner.mean(), abs=2e-6)
+                assert found["mean_inner_product"][here] == pytest.approx(inner.mean(), abs=2e-6)
                 shares = [(inner > level).mean() for level in (0.8, 0.9, 0.99)]
                 assert found["aligned_pair_share"][a, depth, :, prompt] == pytest.approx(shares, abs=1e-7)
                 cloud = np.stack(tokens[1:])

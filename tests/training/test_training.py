@@ -248,8 +248,8 @@ def test_measures_against_loops(training, name):
     for depth, states in enumerate(out.hidden_states):
         lengths, inner = cloud(states.double().numpy())
         assert found["radius"][depth] == pytest.approx(np.mean(lengths), rel=1e-6)
-        assert found["inner_product"][depth] == pytest.approx(np.mean(inner), abs=1e-6)
-        assert found["share_above"][depth] == pytest.approx(np.mean([each > 0.9 for each in inner]), abs=1e-6)
+        assert found["mean_inner_product"][depth] == pytest.approx(np.mean(inner), abs=1e-6)
+        assert found["aligned_pair_share"][depth] == pytest.approx(np.mean([each > 0.9 for each in inner]), abs=1e-6)
     for layer, weights in enumerate(out.attentions):
         for head in range(2):
             rows = weights[:, head].double().reshape(10, 5).tolist()

@@ -28,7 +28,7 @@ def check_interpolation() -> bool:
     x, y, share = normal(12, 2), normal(12, 2, seed=1) + torch.tensor([2.0, 0.0]), 0.3
     targets = torch.as_tensor(ot.emd([], [], ot.dist(x.numpy(), y.numpy()))).argmax(1)
     wanted = (1 - share) * x + share * y[targets]
-    result = free_support_barycenter(x, [x, y], mixture=[1 - share, share], cost=Euclidean())
+    result = free_support_barycenter(x, [x, y], barycentric_weights=[1 - share, share], cost=Euclidean())
     w2 = (x - y[targets]).square().sum(-1).mean()
     return (
         result.ok
@@ -44,7 +44,9 @@ def test_two_clouds_interpolate():
 def test_translations():
     x = normal(20, 3)
     shifts = normal(3, 3, seed=1)
-    result = free_support_barycenter(x, [x + shift for shift in shifts], mixture=[1, 2, 3], cost=Euclidean())
+    result = free_support_barycenter(
+        x, [x + shift for shift in shifts], barycentric_weights=[1, 2, 3], cost=Euclidean()
+    )
     mean = (torch.tensor([1.0, 2, 3], dtype=F64) / 6) @ shifts
     torch.testing.assert_close(result.points, x + mean, atol=1e-9, rtol=0)
 
@@ -87,13 +89,13 @@ def test_free_support_is_that_of_pot(start):
     wanted = ot.lp.free_support_barycenter(
         [c.numpy() for c in clouds], [w.numpy() for w in weights], x.numpy(), numItermax=200, stopThr=1e-20
     )
-    result = free_support_barycenter(x, clouds, weights, tolerance=1e-10, max_iterations=200, cost=Euclidean())
+    result = free_support_barycenter(x, clouds, weights, tol=1e-10, max_iterations=200, cost=Euclidean())
     assert np.allclose(result.points, wanted, atol=1e-8)
 
 
 def test_entropic_plans_come_close_and_shrink():
     x = normal(10, 2)
-    shifted = free_support_barycenter(x, [x, x + 1], epsilon=1.0, tolerance=1e-3, cost=Euclidean())
+    shifted = free_support_barycenter(x, [x, x + 1], epsilon=1.0, tol=1e-3, cost=Euclidean())
     assert shifted.ok
     assert float((shifted.points.mean(0) - x.mean(0) - 0.5).abs().max()) < 1e-3
     assert float(shifted.points.var(0).sum()) < float(x.var(0).sum())
@@ -109,7 +111,7 @@ def test_geodesic_barycenter_is_the_middle_of_arcs():
 
     low, high = circle(0.1), circle(0.7)
     for share in (0.5, 0.25):
-        result = free_support_barycenter(low, [low, high], mixture=[1 - share, share], cost=Geodesic())
+        result = free_support_barycenter(low, [low, high], barycentric_weights=[1 - share, share], cost=Geodesic())
         torch.testing.assert_close(result.points, circle(0.1 + 0.6 * share), atol=1e-9, rtol=0)
         assert float(result.value) == pytest.approx(share * (1 - share) * 0.36, abs=1e-9)
     result = free_support_barycenter(low, [low, high], cost=Chordal())
@@ -158,9 +160,9 @@ def check_grid() -> bool:
         grid,
         [grid, grid],
         list(weights.mT),
-        mixture=[0.3, 0.7],
+        barycentric_weights=[0.3, 0.7],
         epsilon=0.02,
-        tolerance=1e-11,
+        tol=1e-11,
         max_iterations=20_000,
         cost=Euclidean(),
     )
@@ -177,7 +179,9 @@ def test_exact_grid_is_that_of_pot():
     grid, weights = histograms()
     matrix = ot.dist(grid.numpy(), grid.numpy())
     shares = np.array([0.3, 0.7])
-    result = fixed_support_barycenter(grid, [grid, grid], list(weights.mT), mixture=list(shares), cost=Euclidean())
+    result = fixed_support_barycenter(
+        grid, [grid, grid], list(weights.mT), barycentric_weights=list(shares), cost=Euclidean()
+    )
     assert result.ok
     assert float(result.weights.sum()) == pytest.approx(1, abs=1e-9)
 
@@ -190,7 +194,7 @@ def test_exact_grid_is_that_of_pot():
     mean = 0.3 * 0.25 + 0.7 * 0.7
     assert float((result.weights * grid[:, 0]).sum()) == pytest.approx(mean, abs=0.01)
     blurred = fixed_support_barycenter(
-        grid, [grid, grid], list(weights.mT), mixture=list(shares), epsilon=0.002, cost=Euclidean()
+        grid, [grid, grid], list(weights.mT), barycentric_weights=list(shares), epsilon=0.002, cost=Euclidean()
     )
     assert float((blurred.weights - result.weights).abs().sum()) < 0.3
     assert float(blurred.value) >= float(result.value) - 1e-6
@@ -203,7 +207,7 @@ def test_iteration_limit_is_said():
     )
     assert not result.ok
     assert "iteration limit reached after 2 iterations: marginal error" in repr(result)
-    assert "raise max_iterations or tolerance, or take epsilon >= " in result.outcome
+    assert "raise max_iterations or tol, or take epsilon >= " in result.outcome
     assert fixed_support_barycenter(
         grid, [grid, grid], list(weights.mT), epsilon=result.remedy_epsilon, max_iterations=2, cost=Euclidean()
     ).ok
@@ -214,7 +218,7 @@ def test_iteration_limit_is_said():
 
 def test_an_epsilon_too_small_is_reported_with_one_that_converges():
     x, y = (torch.nn.functional.normalize(normal(n, 3, seed=n), dim=-1) for n in (5, 6))
-    limits = {"tolerance": 1.0, "max_iterations": 1, "cost": Chordal()}
+    limits = {"tol": 1.0, "max_iterations": 1, "cost": Chordal()}
     result = free_support_barycenter(x, [x, y], epsilon=1e-3, **limits)
     assert not result.ok
     assert "marginal error of a plan" in result.outcome
@@ -227,9 +231,12 @@ def test_an_epsilon_too_small_is_reported_with_one_that_converges():
     [
         ({"clouds": []}, "clouds is empty, but it must be a list of at least one cloud"),
         ({"clouds": normal(4, 2)}, "clouds is a Tensor"),
-        ({"mixture": [1.0]}, "mixture has length 1, but it must be a list with one entry for each of the 2 clouds"),
-        ({"mixture": [0.0, 0.0]}, "its sum must be > 0"),
-        ({"mixture": [-1.0, 2.0]}, r"mixture\[0\] is -1\.0"),
+        (
+            {"barycentric_weights": [1.0]},
+            "barycentric_weights has length 1, but it must be a list with one entry for each of the 2 clouds",
+        ),
+        ({"barycentric_weights": [0.0, 0.0]}, "its sum must be > 0"),
+        ({"barycentric_weights": [-1.0, 2.0]}, r"barycentric_weights\[0\] is -1\.0"),
         ({"weights": [None]}, "weights has length 1"),
         ({"weights": torch.ones(3)}, "weights is a Tensor"),
         ({"weights": [None, -torch.ones(5)]}, r"weights\[1\] holds the entry -1"),

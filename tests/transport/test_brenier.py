@@ -29,7 +29,7 @@ def test_the_bracket_is_that_of_a_linear_program() -> None:
         rows.append(row)
         bounds.append(-float(y[i] @ (x[j] - x[i])))
     for j in range(1, 7):
-        for sign, seen in ((1.0, found.lowest[j]), (-1.0, found.highest[j])):
+        for sign, seen in ((1.0, found.lower[j]), (-1.0, found.upper[j])):
             c = np.zeros(7)
             c[j] = sign
             solved = linprog(c, rows, bounds, np.eye(7)[:1], [0.0], bounds=(None, None))
@@ -43,8 +43,8 @@ def test_the_potential_of_a_positive_definite_matrix_is_in_the_bracket() -> None
     phi = 0.5 * torch.einsum("...i,ij,...j->...", x, matrix, x)
     phi = phi - phi[..., :1]
     assert (found.excess_cost == 0).all()
-    assert (found.lowest <= phi + 1e-12).all()
-    assert (phi <= found.highest + 1e-12).all()
+    assert (found.lower <= phi + 1e-12).all()
+    assert (phi <= found.upper + 1e-12).all()
     slope = found.middle[..., None, :] - found.middle[..., :, None]
     weights = (x @ matrix) @ x.mT
     weights = weights - weights.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -64,10 +64,10 @@ def test_a_rotation_is_not_optimal_and_its_excess_is_that_of_pot() -> None:
     y = x @ turn
     found = brenier_potential(torch.stack([x, x]), torch.stack([x, y]))
     assert found.excess_cost[0] == 0
-    assert found.lowest[0].isfinite().all()
+    assert found.lower[0].isfinite().all()
     least = ot.emd2([], [], ot.dist(x.numpy(), y.numpy()))
     assert float(found.excess_cost[1]) == pytest.approx(float((x - y).square().sum(-1).mean()) - least, rel=1e-10)
-    assert found.lowest[1].isnan().all()
+    assert found.lower[1].isnan().all()
     assert found.middle[1].isnan().all()
 
 

@@ -37,7 +37,7 @@ def target(n: int, dim: int, seed: int) -> torch.Tensor:
 
 def small(dim: int) -> CloudBridge:
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    return bridge_clouds(source(4, dim, 1), target(5, dim, 2), weights, nu=NU, horizon=1.2, tolerance=1e-13)
+    return bridge_clouds(source(4, dim, 1), target(5, dim, 2), weights, nu=NU, horizon=1.2, tol=1e-13)
 
 
 # Closed form and oracles ----------------------------------------------------------------------------------------------

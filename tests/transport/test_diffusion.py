@@ -96,7 +96,7 @@ def test_densities_of_diffusions_have_their_gradients() -> None:
     z = VonMisesFisher(n=3, dim=3, kappa=4.0, mean=torch.eye(3)[0]).sample(seed=1)
     anisotropic = SphereMatrixDiffusion(torch.diag(torch.tensor([0.5, 0.3, 0.2], dtype=F64)))
     cases: list[tuple[Diffusion, float]] = [(SphereDiffusion(0.4), 1e-6), (anisotropic, 0.15)]
-    for diffusion, tolerance in cases:
+    for diffusion, tol in cases:
         log_p, factor = diffusion.pairs(z, w, 0.1)
         assert factor is not None
         mass = 4 * math.pi * torch.exp(log_p).mean(1)
@@ -111,4 +111,4 @@ def test_densities_of_diffusions_have_their_gradients() -> None:
             step = 1e-5 * gradient / gradient.norm()
             ends = torch.stack([unit(z[k] + step), unit(z[k] - step)])
             values = diffusion.pairs(ends, w[j : j + 1], 0.1)[0][:, 0]
-            assert float(values[0] - values[1]) / 2e-5 == pytest.approx(float(gradient.norm()), rel=10 * tolerance)
+            assert float(values[0] - values[1]) / 2e-5 == pytest.approx(float(gradient.norm()), rel=10 * tol)

@@ -134,5 +134,5 @@ def test_bad_input_is_named() -> None:
         bridge_chain(steps, start, 2 * end)
     with pytest.raises(HelmscopeError, match="end has mass at state 1, but no path of the chain connects it"):
         bridge_chain([torch.eye(2)], torch.tensor([1.0, 0.0]), half)
-    with pytest.raises(HelmscopeError, match="tolerance is 0, but it must be a finite number > 0"):
-        bridge_chain(steps, start, end, tolerance=0)
+    with pytest.raises(HelmscopeError, match="tol is 0, but it must be a finite number > 0"):
+        bridge_chain(steps, start, end, tol=0)

@@ -39,7 +39,7 @@ def gaussian_divergence(s: float, t: float, shift: float, epsilon: float) -> flo
 
 def check_gaussian() -> bool:
     (x, a), (y, b) = grid_gaussian(1.0, 0.0), grid_gaussian(0.6, 0.4, 100)
-    divergence = sinkhorn_divergence(x, y, a, b, epsilon=0.5, tolerance=1e-12, cost=Euclidean())
+    divergence = sinkhorn_divergence(x, y, a, b, epsilon=0.5, tol=1e-12, cost=Euclidean())
     return divergence.ok and abs(float(divergence.value) - gaussian_divergence(1.0, 0.6, 0.4, 0.5)) < 1e-8
 
 
@@ -60,7 +60,7 @@ def test_combination_of_pot(cost):
         return 0.5 * sum(float((mass * u).sum()) for mass, u in zip(masses, _duals(log, masses), strict=True))
 
     wanted = objective(x, y) - objective(x, x) / 2 - objective(y, y) / 2
-    divergence = sinkhorn_divergence(x, y, epsilon=0.5, cost=cost, tolerance=1e-11)
+    divergence = sinkhorn_divergence(x, y, epsilon=0.5, cost=cost, tol=1e-11)
     assert float(divergence.value) == pytest.approx(wanted, abs=1e-8)
 
 
@@ -75,9 +75,7 @@ def _duals(log: dict, masses: list) -> list:
 def test_zero_and_gradient_zero_at_equal_clouds(reach):
     x, weights = normal(12, 2), normal(12, seed=3).abs() + 0.1
     leaf, mass = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    divergence = sinkhorn_divergence(
-        leaf, x, mass, weights, epsilon=0.3, reach=reach, tolerance=1e-12, cost=Euclidean()
-    )
+    divergence = sinkhorn_divergence(leaf, x, mass, weights, epsilon=0.3, reach=reach, tol=1e-12, cost=Euclidean())
     assert abs(float(divergence.value.detach())) < 1e-10
     for gradient in torch.autograd.grad(divergence.value, [leaf, mass]):
         assert float(gradient.abs().max()) < 1e-8
@@ -101,7 +99,7 @@ def test_gradients_are_finite_differences(reach):
     x, y, a, b = normal(5, 2), normal(6, 2, seed=1), normal(5, seed=2).abs() + 0.1, normal(6, seed=3).abs() + 0.1
     if reach is None:
         a, b = a / a.sum(), b / b.sum()
-    options = {"cost": Euclidean(), "epsilon": 0.3, "reach": reach, "tolerance": 1e-13, "max_iterations": 5000}
+    options = {"cost": Euclidean(), "epsilon": 0.3, "reach": reach, "tol": 1e-13, "max_iterations": 5000}
     leaves = [part.clone().requires_grad_() for part in (x, y, a, b)]
     gradients = torch.autograd.grad(sinkhorn_divergence(*leaves, **options).value, leaves)
     for index, gradient in enumerate(gradients):
@@ -121,7 +119,7 @@ def test_descent_reaches_the_target():
     x = normal(30, 2)
     for _ in range(25):
         leaf = x.clone().requires_grad_()
-        value = sinkhorn_divergence(leaf, target, epsilon=0.2, tolerance=1e-4, cost=Euclidean()).value
+        value = sinkhorn_divergence(leaf, target, epsilon=0.2, tol=1e-4, cost=Euclidean()).value
         x = x - 15 * torch.autograd.grad(value, leaf)[0]
     assert float(sinkhorn_divergence(x, target, epsilon=0.2, cost=Euclidean()).value) < 1e-3
     assert float(x.var(0).sum() / target.var(0).sum()) == pytest.approx(1, abs=0.1)
@@ -129,8 +127,8 @@ def test_descent_reaches_the_target():
 
 def test_symmetric_updates_converge_faster_and_outcome_is_named():
     x, y = normal(40, 2), normal(40, 2, seed=1)
-    divergence = sinkhorn_divergence(x, y, epsilon=0.05, tolerance=1e-8, cost=Euclidean())
-    assert divergence.plans[1].iterations < sinkhorn(x, x, epsilon=0.05, tolerance=1e-8, cost=Euclidean()).iterations
+    divergence = sinkhorn_divergence(x, y, epsilon=0.05, tol=1e-8, cost=Euclidean())
+    assert divergence.plans[1].iterations < sinkhorn(x, x, epsilon=0.05, tol=1e-8, cost=Euclidean()).iterations
     torch.testing.assert_close(*divergence.plans[1].potentials)
     limited = sinkhorn_divergence(x, y, epsilon=1e-3, max_iterations=5, cost=Euclidean())
     assert not limited.ok

@@ -67,7 +67,7 @@ def test_permutations_are_found() -> None:
     near = hs.sphere.retract(x[order] + 1e-3 * unit_cloud(20, 5, 2))
     plan = exact_plan(x, near)
     assert torch.equal(plan.matrix.argmax(1), order.argsort())
-    assert torch.allclose(plan.images, near[order.argsort()])
+    assert torch.allclose(plan.barycentric_projection, near[order.argsort()])
 
 
 def test_antipodal_points_have_distances_and_plans() -> None:

@@ -130,10 +130,10 @@ def test_a_time_at_which_the_flow_ends_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("diagonal", "steps", "tolerance"), [((0.4, 0.4), 8, 0.03), ((0.5, 0.3), 16, 0.08), ((0.5, 0.3), 32, 0.04)]
+    ("diagonal", "steps", "tol"), [((0.4, 0.4), 8, 0.03), ((0.5, 0.3), 16, 0.08), ((0.5, 0.3), 32, 0.04)]
 )
 def test_potential_drift_on_the_circle_agrees_with_a_discrete_bridge_on_a_fine_grid(
-    diagonal: tuple[float, float], steps: int, tolerance: float
+    diagonal: tuple[float, float], steps: int, tol: float
 ) -> None:
     """U = 1.5 <e_1, x> and noise with the matrix M: phi_t = e^{(T - t) L} phi_T on 360 points, L by differences,
     L f = (U' + beta) f' + m f'', m = <v, M v> for the tangent v, beta = -2 <v, M x> for the noise of a layer.
@@ -163,7 +163,7 @@ def test_potential_drift_on_the_circle_agrees_with_a_discrete_bridge_on_a_fine_g
         points[start], points[end], noise=noise, reference=lambda x: pull.expand_as(x), particles=100, steps=steps
     )
     assert bridge.ok, bridge.outcome
-    assert tolerance / 4 < bridge.splitting_error < tolerance
+    assert tol / 4 < bridge.splitting_error < tol
     for t in (0.0, 0.3, 0.8):
         phi = scipy.linalg.expm((1 - t) * generator) @ phi_end
         density = phi * (hat_start @ scipy.linalg.expm(t * generator))
@@ -171,7 +171,7 @@ def test_potential_drift_on_the_circle_agrees_with_a_discrete_bridge_on_a_fine_g
         found = (bridge.control(points, t).numpy() * tangent).sum(-1)
         scale = math.sqrt(density @ wanted**2)
         error = math.sqrt(density @ (found - wanted) ** 2) / scale
-        assert error < tolerance, t
+        assert error < tol, t
         if not isotropic:  # nu for Sigma, or M for P M P
             assert math.sqrt(density @ (0.4 * found / m - wanted) ** 2) / scale > 0.1
         assert math.sqrt(density @ (-found - wanted) ** 2) > 1.9 * scale
@@ -267,7 +267,7 @@ def test_poor_coverage_and_iteration_limits_are_reported() -> None:
     assert not poor.ok
     assert "poor coverage" in poor.outcome
     assert "raise particles" in poor.outcome
-    early = bridge_particles(x, y, noise=IsotropicNoise(0.3), steps=1, max_iterations=1, tolerance=1e-12)
+    early = bridge_particles(x, y, noise=IsotropicNoise(0.3), steps=1, max_iterations=1, tol=1e-12)
     assert not early.ok
     assert "raise max_iterations" in early.outcome
 

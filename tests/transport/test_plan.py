@@ -17,7 +17,7 @@ def plan() -> Plan:
 
 def test_couplings_and_images(plan: Plan) -> None:
     assert plan.matrix.tolist() == [[0.25, 0.25, 0], [0, 0, 0.5]]
-    assert plan.images[:, 0].tolist() == [2.5, 10]
+    assert plan.barycentric_projection[:, 0].tolist() == [2.5, 10]
     assert plan.couple(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])).tolist() == [[0.5, 0.25], [0, 1]]
     assert plan.value == pytest.approx(0.25 * 9 + 0.25 * 4 + 0.5 * 81)
     i, j, mass = plan.entries
@@ -48,7 +48,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     x = torch.linspace(0, 1, 2**14 + 1)[:, None]
     plan = line_plan(x, x + 1)
     refused(lambda: plan.matrix, "16385 x 16385", "use couple")
-    assert plan.images.allclose(x + 1)
+    assert plan.barycentric_projection.allclose(x + 1)
 
 
 def test_a_wrong_plan_shows_in_its_errors() -> None:

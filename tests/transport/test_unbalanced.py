@@ -32,7 +32,7 @@ def two_points(mass: float, other: float, distance: float, epsilon: float, rho: 
 def test_two_points(reach, mass, other):
     x, y = torch.zeros(1, 1).double(), torch.full((1, 1), 0.7, dtype=torch.float64)
     weights = torch.tensor([mass]).double(), torch.tensor([other]).double()
-    plan = sinkhorn(x, y, *weights, epsilon=0.2, reach=reach, tolerance=1e-12, cost=Euclidean())
+    plan = sinkhorn(x, y, *weights, epsilon=0.2, reach=reach, tol=1e-12, cost=Euclidean())
     t, objective = two_points(mass, other, 0.7, 0.2, reach**2)
     assert float(plan.matrix) == pytest.approx(t, abs=1e-10)
     assert float(plan.objective) == pytest.approx(objective, abs=1e-10)
@@ -46,7 +46,7 @@ def test_divergence_of_two_points(mass, other):
     x, y = torch.zeros(1, 1).double(), torch.full((1, 1), 0.7, dtype=torch.float64)
     weights = torch.tensor([mass], dtype=torch.float64), torch.tensor([other], dtype=torch.float64)
     for epsilon in (0.2, 3.0):
-        options = {"cost": Euclidean(), "epsilon": epsilon, "reach": 0.8, "tolerance": 1e-12}
+        options = {"cost": Euclidean(), "epsilon": epsilon, "reach": 0.8, "tol": 1e-12}
         found = sinkhorn_divergence(x, y, *weights, **options).value
         across, within, within_other = (
             two_points(*masses, distance, epsilon, 0.64)[1]
@@ -62,7 +62,7 @@ def test_plans_are_those_of_pot():
     x, y = normal(20, 2), 0.5 * normal(25, 2, seed=1) + 1
     a, b = normal(20, seed=2).abs(), 2 * normal(25, seed=3).abs()
     matrix = ot.dist(x.numpy(), y.numpy())
-    plan = sinkhorn(x, y, a, b, epsilon=0.3, reach=1.2, tolerance=1e-12, max_iterations=10_000, cost=Euclidean())
+    plan = sinkhorn(x, y, a, b, epsilon=0.3, reach=1.2, tol=1e-12, max_iterations=10_000, cost=Euclidean())
     reference = a.numpy()[:, None] * b.numpy()  # POT regularizes by KL relative to it only if it is passed
     wanted = ot.unbalanced.sinkhorn_unbalanced(
         a.numpy(), b.numpy(), matrix, 0.3, 1.44, reg_type="kl", c=reference, numItermax=50_000, stopThr=1e-14
@@ -75,7 +75,7 @@ def test_plans_are_those_of_pot():
 
 def test_objective_is_that_of_the_matrix_and_minimal():
     x, y, a, b = normal(6, 2), normal(7, 2, seed=1), normal(6, seed=2).abs(), normal(7, seed=3).abs()
-    plan = sinkhorn(x, y, a, b, epsilon=0.2, reach=0.8, tolerance=1e-12, max_iterations=10_000, cost=Euclidean())
+    plan = sinkhorn(x, y, a, b, epsilon=0.2, reach=0.8, tol=1e-12, max_iterations=10_000, cost=Euclidean())
 
     def objective(pi: torch.Tensor) -> float:
         cost = (pi * (x[:, None] - y).square().sum(-1)).sum()
@@ -91,15 +91,15 @@ def test_objective_is_that_of_the_matrix_and_minimal():
 
 def test_infinite_reach_is_balanced_transport():
     x, y = normal(15, 2), normal(18, 2, seed=1)
-    relaxed = sinkhorn(x, y, epsilon=0.5, reach=1e4, tolerance=1e-9, cost=Euclidean())
-    balanced = sinkhorn(x, y, epsilon=0.5, tolerance=1e-9, cost=Euclidean())
+    relaxed = sinkhorn(x, y, epsilon=0.5, reach=1e4, tol=1e-9, cost=Euclidean())
+    balanced = sinkhorn(x, y, epsilon=0.5, tol=1e-9, cost=Euclidean())
     assert float(relaxed.objective) == pytest.approx(float(balanced.objective), rel=1e-6)
     assert relaxed.iterations < 100  # without the translation it would take about rho / epsilon = 2e8
 
 
 def test_gradients_are_finite_differences():
     x, y, a, b = normal(5, 2), normal(6, 2, seed=1), normal(5, seed=2).abs(), normal(6, seed=3).abs()
-    options = {"cost": Euclidean(), "epsilon": 0.3, "reach": 0.9, "tolerance": 1e-13, "max_iterations": 10_000}
+    options = {"cost": Euclidean(), "epsilon": 0.3, "reach": 0.9, "tol": 1e-13, "max_iterations": 10_000}
     leaves = [part.clone().requires_grad_() for part in (x, y, a, b)]
     gradients = torch.autograd.grad(sinkhorn(*leaves, **options).objective, leaves)
     for index, gradient in enumerate(gradients):
@@ -146,7 +146,7 @@ def test_planted_faults_are_seen(name):
 
     def check() -> bool:
         masses = torch.tensor([2.0]), torch.tensor([0.5])
-        plan = sinkhorn(x, y, *masses, epsilon=0.2, reach=1.0, tolerance=1e-10, max_iterations=60, cost=Euclidean())
+        plan = sinkhorn(x, y, *masses, epsilon=0.2, reach=1.0, tol=1e-10, max_iterations=60, cost=Euclidean())
         t, objective = two_points(2.0, 0.5, 0.7, 0.2, 1.0)
         numbers = [float(plan.matrix), float(plan.objective), float(plan.dual)]
         return plan.ok and np.allclose(numbers, [t, objective, objective], atol=1e-8)

@@ -115,10 +115,15 @@ def test_a_null_may_be_one_number_for_all_replicates():
         (kept(a=("prompt", "seed")), "sed", "unknown axis of the measurement 'sed': did you mean 'seed'?"),
         (kept(a=("prompt",)), 3, "unknown axis of the measurement '3'"),
         (kept(a=("prompt",), b=("layer",)), None, "'b' has axes ('layer',), but its replicate axis must be 'prompt'"),
-        (kept(a=("prompt",), a_stderr=("prompt",)), None, "has 'a_stderr', but a Measurement with"),
-        (kept(a=("prompt",), a_low=()), None, "has 'a_low', but a Measurement with replicates must hold values only"),
+        (kept(a=("prompt",), a_stderr=("prompt",)), None, "is already reduced: it has 'a_stderr', but a Measurement"),
+        (kept(a=("prompt",), a_low=()), None, "it has 'a_low', but a Measurement with replicates holds values only"),
         (kept(a=("prompt",), b_null=("prompt",)), None, "has 'b_null' but no 'b' that it belongs to"),
-        (kept(a=("prompt",))["a"], None, "dataset is a DataArray, but a Measurement is an xarray Dataset"),
+        (kept(a=("prompt",))["a"], None, "measurement is a DataArray, but a Measurement is an xarray Dataset"),
+        (
+            {"a": kept(a=("prompt",))},
+            None,
+            "measurement is a dict, but a Measurement is an xarray Dataset: take",
+        ),
     ],
 )
 def test_what_has_no_replicates_is_refused(dataset, over, said):

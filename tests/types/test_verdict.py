@@ -87,7 +87,7 @@ def test_a_verdict_holds_what_a_reader_needs_and_does_not_change():
 
 
 @pytest.mark.parametrize(
-    ("on_paper", "measured", "shown"),
+    ("by_theory", "measured", "shown"),
     [
         ("true, not sharp", None, "true, not sharp"),
         ("true, not sharp", "true", "true, not sharp"),
@@ -97,7 +97,7 @@ def test_a_verdict_holds_what_a_reader_needs_and_does_not_change():
         ("not testable", None, "not testable"),
     ],
 )
-def test_the_judgment_of_what_is_printed(on_paper, measured, shown):
+def test_the_judgment_of_what_is_printed(by_theory, measured, shown):
     judgment = hs.types.Judgment
-    printed = hs.types.PrintedStatement("", "", judgment(on_paper), "", measured and judgment(measured))
+    printed = hs.types.PrintedStatement("", "", judgment(by_theory), "", measured and judgment(measured))
     assert printed.judgment.value == shown

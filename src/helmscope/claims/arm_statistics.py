@@ -100,7 +100,7 @@ class ArmStatistics:
     @property
     def mean(self) -> np.ndarray:
         """The mean inner product over (depth, prompt), for the pairs by which the claim is judged."""
-        return np.asarray(self.by_depth.inner_product.sel(pairs=PairSet.DISTANT.value).values)
+        return np.asarray(self.by_depth.mean_inner_product.sel(pairs=PairSet.DISTANT.value).values)
 
     @property
     def growth(self) -> np.ndarray:
@@ -186,7 +186,7 @@ class Factorial:
         >>> Factorial.of(case).recording().trajectory.states.shape
         torch.Size([25, 1, 128, 192])
         """
-        return self.subject.recording_of(self.prompts[: self.described_prompts] if only_described else self.prompts)
+        return self.subject.record(self.prompts[: self.described_prompts] if only_described else self.prompts)
 
     def arm(self, arm: Arm, *, only_described: bool = False) -> ArmStatistics:
         """The statistics of an arm; raises HelmscopeError if the arm cannot be made for this model.
@@ -199,7 +199,7 @@ class Factorial:
         """
         count = min(self.described_prompts, len(self.prompts)) if only_described else len(self.prompts)
         key = ("arm", arm, self.prompts[:count], self.level, self.gap)
-        return self.subject.measured(
+        return self.subject.cached(
             key, lambda: self._measure(arm, only_described=only_described), lambda made: made.nbytes
         )
 
@@ -233,9 +233,7 @@ class Factorial:
         (2, 25, 1)
         """
         key = ("twins", self.seed, self.twins, self.prompts[: self.twin_prompts], self.level, self.gap)
-        shares = self.subject.measured(
-            key, self._measure_twins, lambda made: sum(each.nbytes for each in made.values())
-        )
+        shares = self.subject.cached(key, self._measure_twins, lambda made: sum(each.nbytes for each in made.values()))
         return shares[arm]
 
     def _measure_twins(self) -> dict[Arm, np.ndarray]:

@@ -19,8 +19,8 @@ from helmscope.claims.prompts import ChosenPrompts
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.bundled_models import is_bundled, validation_contexts
 from helmscope.models.premise import CAUSAL, attention_of
+from helmscope.observe.attention_diffusion import AttentionDiffusionSpectrum, spectrum_statistics
 from helmscope.observe.attention_drift import mean_ratio
-from helmscope.observe.attention_noise import AttentionNoiseSpectrum, spectrum_statistics
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, with_heads
 from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, Instrument, Needs
@@ -86,12 +86,12 @@ class AttentionTrial:
             _ = self.silent
         except HelmscopeError as error:
             return f"attention and MLP of {self.subject.name} cannot be switched off: {error}"
-        return self.recording.unsupported_reason(AttentionNoiseSpectrum())
+        return self.recording.unsupported_reason(AttentionDiffusionSpectrum())
 
     @property
     def recording(self) -> Recording:
         """The recording of the whole model."""
-        return self.subject.recording_of(self.prompts)
+        return self.subject.record(self.prompts)
 
     @cached_property
     def silent(self) -> Recording:
@@ -102,7 +102,7 @@ class AttentionTrial:
     @property
     def few(self) -> Recording:
         """The recording of the first prompts, as many as the entry needs."""
-        return self.subject.recording_of(self.prompts[: self.least_prompts])
+        return self.subject.record(self.prompts[: self.least_prompts])
 
     @property
     def causal(self) -> bool:
@@ -200,8 +200,8 @@ def layer_means(values: xr.DataArray) -> str:
     return f"from {means[low]:.3g} (layer {low}) to {means[high]:.3g} (layer {high})"
 
 
-class OneHead(AttentionNoiseSpectrum):
-    """Instrument: ``AttentionNoiseSpectrum`` of the first head of every layer alone.
+class OneHead(AttentionDiffusionSpectrum):
+    """Instrument: ``AttentionDiffusionSpectrum`` of the first head of every layer alone.
 
     >>> from helmscope.models.record import record
     >>> measured = record("A", ["Once upon a time"]).replay(OneHead(tokens=1))["one_head"]
@@ -262,7 +262,7 @@ class RatioOfKernel(Instrument):
 
 class PlantedSigma(Instrument):
     """Instrument: the spectrum of planted diffusion matrices at the tokens of a recording: a multiple of the tangent
-    projector, and a matrix of rank 1; through the same statistics as ``AttentionNoiseSpectrum``.
+    projector, and a matrix of rank 1; through the same statistics as ``AttentionDiffusionSpectrum``.
 
     >>> from helmscope.models.record import record
     >>> planted = record("A", ["Once upon a time"]).replay(PlantedSigma())["planted_sigma"]

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from helmscope.claims.registry import TrialCase
 
 
-def random_harmonics(case: TrialCase, count: int, degree: int, *, stream: int) -> Float[Tensor, "case k 2"]:
+def random_harmonics(case: TrialCase, count: int, degree: int, *, index: int) -> Float[Tensor, "case k 2"]:
     """Gaussian coefficients (p_k, q_k), k = 1 to degree, that fall as 1/k.
 
     >>> from helmscope.claims.registry import TrialCase
-    >>> random_harmonics(TrialCase(), 5, 3, stream=0).shape
+    >>> random_harmonics(TrialCase(), 5, 3, index=0).shape
     torch.Size([5, 3, 2])
     """
-    return case.normal(count, degree, 2, stream=stream) / torch.arange(1, degree + 1)[:, None]
+    return case.normal(count, degree, 2, index=index) / torch.arange(1, degree + 1)[:, None]
 
 
 def harmonic_sum(

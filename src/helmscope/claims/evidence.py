@@ -84,7 +84,7 @@ class Replicates:
             self.values, scale=self.scale, confidence=self.confidence
         )
         level = "" if self.confidence == 0.95 else f", {100 * self.confidence:g} % interval"
-        return _assess(interval, region, f"from {interval.n:,} {self.of}{level}", self.scale)
+        return assess(interval, region, f"from {interval.n:,} {self.of}{level}", self.scale)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Count:
     def weigh(self, region: Region) -> Assessment:
         """Rule as for ``Replicates``; with ``refutes=False``, inconclusive instead of refuted."""
         interval = proportion_interval(self.successes, self.n)
-        assessment = _assess(interval, region, f"from {self.successes:,} of {self.n:,} {self.of}")
+        assessment = assess(interval, region, f"from {self.successes:,} of {self.n:,} {self.of}")
         assessment = replace(assessment, exact=True)
         if assessment.ruling is Ruling.REFUTED and not self.refutes:
             return replace(assessment, ruling=Ruling.INCONCLUSIVE, replicates_needed=None)
@@ -166,7 +166,7 @@ class AbsoluteDifference:
         """Rule as for ``Replicates``; the basis gives the signed mean and the p-value of exact sign flips."""
         signed, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
         basis = f"the magnitude of {interval_text(signed)}, from {signed.n:,} {self.of}, sign flips p = {p:.2g}"
-        return _assess(_magnitude(signed), region, basis)
+        return assess(_magnitude(signed), region, basis)
 
 
 def _magnitude(signed: Interval) -> Interval:
@@ -191,7 +191,7 @@ class PairedDifferences:
     def weigh(self, region: Region) -> Assessment:
         """Rule as for ``Replicates``; the basis gives the p-value of sign flips, exact for 40 replicates or fewer."""
         interval, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
-        return _assess(interval, region, f"from {interval.n:,} {self.of}, paired, sign flips p = {p:.2g}")
+        return assess(interval, region, f"from {interval.n:,} {self.of}, paired, sign flips p = {p:.2g}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,8 +312,12 @@ class Inconclusive:
         return Assessment(None, Ruling.INCONCLUSIVE, self.reason)
 
 
-def _assess(interval: Interval, region: Region, basis: str, scale: Scale = PLAIN) -> Assessment:
-    """Compare an interval with a region; without bounds there is nothing to rule on."""
+def assess(interval: Interval, region: Region, basis: str, scale: Scale = PLAIN) -> Assessment:
+    """Compare an interval with a region; without bounds there is nothing to rule on.
+
+    >>> assess(Interval(0.5, 0.4, 0.7, n=32), Region(text="above 0", above=0.0), "from 32 starts").ruling.value
+    'supported'
+    """
     if not region.bounded:
         return Assessment(interval, Ruling.DESCRIBED, basis)
     return Assessment(interval, rule(interval, region), basis, sample_size(interval, region, scale=scale))

@@ -30,8 +30,9 @@ class Finding:
     what the source prints, where the entry gives it a region. ``data`` is an optional Measurement, such as
     ``claims.curves.curve`` returns; it is plotted below the intervals of the verdict. ``remark`` is a sentence with
     further measured values; ``setting`` describes what was simulated or recorded, and in which coordinates.
-    ``shortage`` says what the replicates lack, such as distinct first tokens: what was measured is then reported, and
-    the ruling is inconclusive. ``attachments`` are reported verbatim. A field of the wrong type raises HelmscopeError.
+    ``undecided_because`` says what the replicates lack, such as distinct first tokens: what was measured is then
+    reported, and the ruling is inconclusive. ``attachments`` are reported verbatim. A field of the wrong type raises
+    HelmscopeError.
 
     >>> from helmscope.claims.evidence import Count
     >>> finding = Finding(evidence=Count(32, 32), controls={"V = -I": Count(0, 32)})
@@ -46,7 +47,7 @@ class Finding:
     printed: Evidence | None = None
     remark: str = ""
     setting: str = ""
-    shortage: str = ""
+    undecided_because: str = ""
     attachments: tuple[Attachment, ...] = ()
 
     @classmethod
@@ -70,8 +71,20 @@ class Finding:
         return cls(evidence=Inconclusive(reason), setting=setting)
 
     def __post_init__(self) -> None:
-        _check_field_types(self, evidence=Evidence | Mapping, controls=Mapping, described=Mapping)
-        _check_field_types(self, printed=Evidence | None, remark=str, setting=str, shortage=str, attachments=tuple)
+        is_class = isinstance(self.evidence, type)
+        if is_class or not isinstance(self.evidence, Evidence | Mapping):
+            shown = (
+                f"the class {getattr(self.evidence, '__name__', None)}"
+                if is_class
+                else type_with_article(self.evidence)
+            )
+            raise HelmscopeError(
+                f"evidence is {shown}, but it must be evidence such as Count(...), or a mapping of names to evidence"
+            )
+        _check_field_types(self, controls=Mapping, described=Mapping)
+        _check_field_types(
+            self, printed=Evidence | None, remark=str, setting=str, undecided_because=str, attachments=tuple
+        )
         for name in ("evidence", "controls", "described"):
             values = getattr(self, name)
             if isinstance(values, Mapping):

@@ -23,10 +23,10 @@ DESCRIBED = {
     "explained_share_second_moment": "share of drift and second moment",
     "explained_share_of_mean": "share of the drift in the change of the mean over tokens",
     "explained_share_first_state": "share of the drifts of both halves at the first state",
-    "explained_share_sampled_step": "share of drift, second moment and Sigma_A",
+    "explained_share_second_moment_and_sigma": "share of drift, second moment and Sigma_A",
     "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
     "order": "order without the second moment",
-    "order_sampling": "order with Sigma_A in place of the second moment",
+    "order_sigma": "order with Sigma_A in place of the second moment",
 }
 
 

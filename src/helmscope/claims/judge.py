@@ -82,7 +82,7 @@ def judge(
     controls = _judge_controls(entry, finding, subject_kind, experiment)
     premises = [condition.name for condition in entry.conditions_on(subject_kind) if condition.premise]
     ruling = combine(conditions, controls, premises)
-    if finding.shortage:
+    if finding.undecided_because:
         ruling = Ruling.INCONCLUSIVE
         conditions = tuple(_left_open(condition) for condition in conditions)
     printed = _judge_printed(entry, finding)
@@ -149,7 +149,7 @@ def _assess_conditions(
     evidence = finding.evidence
     if not isinstance(evidence, Mapping):
         evidence = {condition.name: evidence for condition in conditions[:1]}
-    _check_names(f"{experiment} returned the conditions", entry, [each.name for each in conditions], evidence)
+    _check_names(f"{experiment} returned", "conditions", entry, [each.name for each in conditions], evidence)
     assessed = [(condition, evidence[condition.name].weigh(condition.region)) for condition in conditions]
     return [
         (condition, _as_premise(condition, assessment) if condition.premise else assessment)
@@ -175,7 +175,7 @@ def _few_replicates(assessed: Sequence[tuple[Condition, Assessment]]) -> bool:
 
 def _judge_controls(entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str) -> tuple[Control, ...]:
     cases = entry.controls_on(subject_kind)
-    _check_names(f"{experiment} returned the controls", entry, [case.name for case in cases], finding.controls)
+    _check_names(f"{experiment} returned", "controls", entry, [case.name for case in cases], finding.controls)
     controls = []
     for case in cases:
         region = control_region(entry, case, subject_kind)
@@ -216,13 +216,14 @@ def _judge_printed(entry: Entry, finding: Finding) -> PrintedStatement | None:
     return PrintedStatement(form.text, form.place, Judgment(form.judgment), form.reason, measured, interval, region)
 
 
-def _check_names(returned: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
+def _check_names(returned: str, kind: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
     """Raise HelmscopeError unless the experiment returned exactly the conditions, or controls, of the entry."""
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
-        names, expected = (", ".join(f"'{name}'" for name in each) or "none" for each in (given, wanted))
-        raise HelmscopeError(f"{returned} {names}, but {entry.id}.toml has {expected}")
+        names, expected = (", ".join(f"'{name}'" for name in each) for each in (given, wanted))
+        found = f"the {kind} {names}" if given else f"no {kind}"
+        raise HelmscopeError(f"{returned} {found}, but {entry.id}.toml names {expected or 'none'}")
 
 
 def _sentences(
@@ -236,8 +237,8 @@ def _sentences(
     """What is lacking; failed controls; each condition by name, with its interval and basis; the remark; what the
     source prints.
     """
-    if finding.shortage:
-        yield f"Nothing is decided: {finding.shortage}."
+    if finding.undecided_because:
+        yield f"Nothing is decided: {finding.undecided_because}."
     failed = [control for control in controls if not control.as_expected]
     if failed:
         failures = [f"{control.name}: {control.ruling.value}, expected {control.expectation}" for control in failed]
@@ -249,7 +250,7 @@ def _sentences(
         yield f"{heading}: {measured}{condition.basis}."
         if condition.ruling is Ruling.INCONCLUSIVE and condition.replicates_needed is not None:
             yield f"About {condition.replicates_needed:,} replicates would decide it."
-        elif condition.ruling is Ruling.INCONCLUSIVE and not finding.shortage:
+        elif condition.ruling is Ruling.INCONCLUSIVE and not finding.undecided_because:
             yield "No number of replicates is known that would decide it."
     if few_replicates:
         yield f"Fewer than {FEW_REPLICATES} replicates: the interval assumes that they are normally distributed."

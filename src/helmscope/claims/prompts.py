@@ -105,7 +105,7 @@ def prompts_or_finding(
 
     ``parts``, ``causal``, ``mlp`` and ``head`` are those of ``Subject.unmet_premise``, ``length`` and ``gap`` those of
     ``ChosenPrompts.of``. An experiment starts with it and returns the Finding, if it is one; later it passes
-    ``shortage=prompts.alike`` to its own. Raises HelmscopeError for an unknown part.
+    ``undecided_because=prompts.alike`` to its own. Raises HelmscopeError for an unknown part.
 
     >>> from helmscope.claims.registry import registered_case
     >>> from helmscope.models.subject import Subject

@@ -1,17 +1,73 @@
-"""Rank correlation of two quantities over layers or heads, with a jackknife interval."""
+"""Rank correlation of two quantities over layers or heads.
+
+``SpearmanCorrelation`` is that of two vectors, with an interval in closed form. ``rank_correlation`` is the mean over
+columns of two tables, whose columns are not independent, with a jackknife interval: where the order is nearly perfect
+its pseudo-values vary so much that with 7 or 11 rows it finds a correlation of -0.96 below 0 in 53 and 79 % of samples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-from helmscope.claims.evidence import PremiseImpossible, Replicates
+from helmscope.claims.evidence import Assessment, PremiseImpossible, Replicates, assess
+from helmscope.stats.intervals import tail
 from helmscope.stats.replicates import pseudo_values
 from helmscope.stats.scales import FisherZScale
+from helmscope.types import HelmscopeError, Interval, Region
 
+FEWEST = 5  # pairs
+CONSTANT = "one of the two does not vary, so that there is no rank correlation"
 LARGEST, LARGEST_Z = 1 - 1e-9, 15.0  # of correlations and pseudo-values, so that those of perfect order are finite
+
+
+def spearman_interval(r: float, n: int, *, confidence: float = 0.95) -> Interval:
+    """The confidence interval of Spearman's correlation r of n independent pairs, on Fisher's scale:
+
+        artanh r -+ q sqrt((1 + r^2 / 2) / (n - 3)),    q the quantile of the normal distribution.
+
+    Source: Bonett and Wright, Sample size requirements for estimating Pearson, Kendall and Spearman correlations,
+    Psychometrika 65 (2000). Of normal pairs with n = 7 to 72, 3.6 to 4.9 % of intervals miss a correlation of 0 and 4.2
+    to 4.6 % one of -0.8; at -0.95 it is 5 to 8 %, and 16 % with n = 7. Raises HelmscopeError for n < 5.
+
+    >>> spearman_interval(-0.5, 28)
+    Interval(estimate=-0.5, low=-0.7465..., high=-0.1327..., n=28)
+    """
+    if n < FEWEST:
+        raise HelmscopeError(f"n is {n}, but an interval of a rank correlation needs at least {FEWEST} pairs")
+    z = float(np.arctanh(np.clip(r, -LARGEST, LARGEST)))
+    reach = float(stats.norm.ppf(1 - tail(confidence))) * float(np.sqrt((1 + r * r / 2) / (n - 3)))
+    return Interval(r, min(r, float(np.tanh(z - reach))), max(r, float(np.tanh(z + reach))), n)
+
+
+@dataclass(frozen=True, eq=False)
+class SpearmanCorrelation:
+    """Evidence: Spearman's correlation of two vectors over their entries, with the interval of ``spearman_interval``;
+    ``of`` names what the entries are.
+
+    >>> evidence = SpearmanCorrelation(np.array([5.0, 4.0, 2.0, 3.0, 1.0, 0.0]), np.arange(6.0))
+    >>> evidence.weigh(Region(text="below 0", below=0.0)).ruling.value
+    'supported'
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    of: str = "layers"
+
+    def weigh(self, region: Region) -> Assessment:
+        """Rule as for ``Replicates``; "premise impossible here" if one of the two does not vary.
+
+        >>> SpearmanCorrelation(np.zeros(6), np.arange(6.0)).weigh(Region(text="below 0", below=0.0)).ruling.value
+        'premise impossible here'
+        """
+        r = spearman(self.first, self.second)
+        if not np.isfinite(r):
+            return PremiseImpossible(CONSTANT).weigh(region)
+        interval = spearman_interval(r, len(self.first))
+        return assess(interval, region, f"from {interval.n} {self.of}", FisherZScale())
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray, of: str = "layers") -> Replicates | PremiseImpossible:
@@ -26,7 +82,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray, of: str = "layers") 
         lambda rows: float(np.arctanh(np.clip(mean_spearman(first[rows], second[rows]), -LARGEST, LARGEST))), len(first)
     )
     if not np.isfinite(z).all():
-        return PremiseImpossible("one of the two does not vary, so that there is no rank correlation")
+        return PremiseImpossible(CONSTANT)
     return Replicates(np.tanh(z.clip(-LARGEST_Z, LARGEST_Z)), of, FisherZScale())
 
 

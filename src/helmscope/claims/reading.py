@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 
-def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
-    """All entries by id, in sorted order: the packaged claims, or those of ``folder``, which holds one ID.toml each.
+def read_catalogue(claims_folder: str | Path | None = None) -> dict[str, Entry]:
+    """All entries by id, in sorted order: the packaged claims, or those of ``claims_folder``, which holds one ID.toml
+    each.
 
     Other files in a user's folder are ignored. Raises HelmscopeError for a folder without entries, for an id that a
     packaged claim already has, and for a stray file in the packaged catalogue. The packaged files are read once per
@@ -24,13 +25,15 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     >>> len(read_catalogue())
     69
     """
-    if folder is None:
+    if claims_folder is None:
         return dict(_packaged_entries())
-    if not isinstance(folder, str | Path):
-        raise HelmscopeError(f"folder is {type_with_article(folder)}, but it must be a path")
-    path = Path(folder)
-    if folder == "" or not path.is_dir():
-        raise HelmscopeError(f"folder is '{folder}', but it must be a folder that holds one ID.toml per claim")
+    if not isinstance(claims_folder, str | Path):
+        raise HelmscopeError(f"claims_folder is {type_with_article(claims_folder)}, but it must be a path")
+    path = Path(claims_folder)
+    if claims_folder == "" or not path.is_dir():
+        raise HelmscopeError(
+            f"claims_folder is '{claims_folder}', but it must be a folder that holds one ID.toml per claim"
+        )
     entries = _read_entries(path, [file for file in path.iterdir() if file.name.endswith(".toml")])
     for id in entries:
         if id in _packaged_entries():
@@ -38,20 +41,22 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     return entries
 
 
-def check_claim(claim: str, folder: str | Path | None = None) -> str:
-    """``claim`` if it is in the catalogue, or in ``folder``; raises HelmscopeError otherwise, with similar ids, or with
-    the place of the list and how to name the folder of a claim of one's own.
+def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
+    """``claim`` if it is in the catalogue, or in ``claims_folder``; raises HelmscopeError otherwise, with similar ids,
+    or with the place of the list and how to name the folder of a claim of one's own.
 
     >>> check_claim("rate")
     'rate'
     """
     try:
-        return check_name("claim", claim, read_catalogue(folder))
+        return check_name("claim", claim, read_catalogue(claims_folder))
     except HelmscopeError as error:
-        if folder is not None or "did you mean" in str(error):
+        if claims_folder is not None or "did you mean" in str(error):
             raise
         listed = "(helmscope claims list, hs.claims.read_catalogue())"
-        raise HelmscopeError(f"{error} {listed}; for a claim of your own pass its folder: folder=, or --from") from None
+        raise HelmscopeError(
+            f"{error} {listed}; for your own claim pass `claims_folder=` (`--from` on the command line)"
+        ) from None
 
 
 def entry(id: str) -> Entry:
@@ -76,7 +81,7 @@ def _read_entries(folder: Traversable, files: list[Traversable]) -> dict[str, En
                 f"'{file.name}' in {folder} is a stray file, but a catalogue holds one ID.toml per claim"
             )
     if not files:
-        raise HelmscopeError(f"folder is '{folder}', but it holds no ID.toml")
+        raise HelmscopeError(f"claims_folder is '{folder}', but it holds no ID.toml")
     entries = [_parse_cached(_read_text(file), file.name) for file in sorted(files, key=lambda file: file.name)]
     return {entry.id: entry for entry in sorted(entries, key=lambda entry: entry.id)}
 

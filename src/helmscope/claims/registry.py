@@ -116,15 +116,15 @@ class TrialCase:
         number = check_integer("number", number, at_least=0)
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
 
-    def normal(self, *shape: int, stream: int) -> Tensor:
-        """A sample of independent standard normal values, float64; each ``stream`` has its own seed.
+    def normal(self, *shape: int, index: int) -> Tensor:
+        """A sample of independent standard normal values, float64; each ``index`` has its own seed.
 
-        >>> TrialCase(seed=1).normal(2, 3, stream=0).shape
+        >>> TrialCase(seed=1).normal(2, 3, index=0).shape
         torch.Size([2, 3])
         """
         import torch
 
-        generator = torch.Generator().manual_seed(self.seed_for(stream))
+        generator = torch.Generator().manual_seed(self.seed_for(index))
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
@@ -283,27 +283,27 @@ def _check_defaults(
     return subjects
 
 
-def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
-    """All experiments by claim, in sorted order: the packaged ones, or those of a user's catalogue in ``folder``,
-    **whose Python files are run**.
+def experiments(claims_folder: str | Path | None = None) -> dict[str, Registered]:
+    """All experiments by claim, in sorted order: the packaged ones, or those of a user's catalogue in
+    ``claims_folder``, **whose Python files are run**.
 
     Raises HelmscopeError for an experiment without a catalogue entry, and for two experiments of one claim.
 
     >>> "kuramoto" in experiments()
     True
     """
-    entries = read_catalogue(folder)
-    if folder is None:
+    entries = read_catalogue(claims_folder)
+    if claims_folder is None:
         modules = _import_packaged()
     else:
-        modules = [_run_file(path) for path in sorted(Path(folder).resolve().glob("*.py"))]
+        modules = [_run_file(path) for path in sorted(Path(claims_folder).resolve().glob("*.py"))]
     by_claim: dict[str, Registered] = {}
     for registered in _REGISTERED:
         if registered.function.__module__ in modules:
             claim = registered.claim
             if claim not in entries:
                 function, names = _location(registered.function), ", ".join(entries)
-                where = "" if folder is None else f" in {folder}, which has entries of {names}"
+                where = "" if claims_folder is None else f" in {claims_folder}, which has entries of {names}"
                 raise HelmscopeError(f"{function} is the experiment of '{claim}', but there is no {claim}.toml{where}")
             if claim in by_claim:
                 both = f"{_location(by_claim[claim].function)} and {_location(registered.function)}"
@@ -312,7 +312,7 @@ def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
     return dict(sorted(by_claim.items()))
 
 
-def registered(claim: str, folder: str | Path | None = None) -> Registered:
+def registered(claim: str, claims_folder: str | Path | None = None) -> Registered:
     """The registered experiment of a claim; raises HelmscopeError if the claim is unknown or has none.
 
     >>> registered("rate").claim
@@ -320,24 +320,25 @@ def registered(claim: str, folder: str | Path | None = None) -> Registered:
     """
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id, such as 'rate'")
-    check_claim(claim, folder)
-    chosen = experiments(folder).get(claim)
+    check_claim(claim, claims_folder)
+    chosen = experiments(claims_folder).get(claim)
+    if chosen is None and claims_folder is None:
+        raise HelmscopeError(f"claim '{claim}' has no experiment yet: `helmscope claims list` shows which can be tried")
     if chosen is None:
-        where = "" if folder is None else f" in {folder}"
         raise HelmscopeError(
-            f"{claim}.toml{where} has no experiment: no function is decorated with @experiment('{claim}')"
+            f"{claim}.toml in {claims_folder} has no experiment: no function is decorated with @experiment('{claim}')"
         )
     return chosen
 
 
-def registered_case(claim: str, seed: int = 0, *, folder: str | Path | None = None, **options: Any) -> TrialCase:
+def registered_case(claim: str, seed: int = 0, *, claims_folder: str | Path | None = None, **options: Any) -> TrialCase:
     """The conditions of a run of a claim's experiment, with its catalogue entry; options are those of
     ``Registered.case``.
 
     >>> registered_case("rate", quick=True).entry.id
     'rate'
     """
-    return registered(claim, folder).case(seed, entry=read_catalogue(folder)[claim], **options)
+    return registered(claim, claims_folder).case(seed, entry=read_catalogue(claims_folder)[claim], **options)
 
 
 def code_file(function: Experiment) -> Path:

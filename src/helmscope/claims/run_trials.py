@@ -256,7 +256,7 @@ def _local_units(plan: Sequence[PlannedTrial]) -> frozenset[str]:
     return frozenset(
         planned.name
         for planned in models
-        if count[planned.subject] > 1 or not all(subject.sendable for subject in planned.subjects)
+        if count[planned.subject] > 1 or not all(subject.picklable for subject in planned.subjects)
     )
 
 
@@ -266,7 +266,7 @@ _IN_MEMORY: dict[str, Subject] = {}  # by identity, for the duration of a run
 @contextmanager
 def _in_memory(plan: Sequence[PlannedTrial]) -> Iterator[None]:
     """Context manager: within it, ``_decode_subject`` finds the subjects that exist only in this process."""
-    subjects = {subject for planned in plan for subject in planned.subjects if not subject.sendable}
+    subjects = {subject for planned in plan for subject in planned.subjects if not subject.picklable}
     found = {subject.identity: subject for subject in subjects}
     _IN_MEMORY.update(found)
     try:
@@ -278,7 +278,7 @@ def _in_memory(plan: Sequence[PlannedTrial]) -> Iterator[None]:
 
 def _encode_subject(subject: Subject) -> dict[str, Any]:
     """A subject as parameters of a unit: its identity and plain data; only its identity if it is in memory."""
-    return {"identity": subject.identity, **(subject.as_data() if subject.sendable else {})}
+    return {"identity": subject.identity, **(subject.as_data() if subject.picklable else {})}
 
 
 def _decode_subject(data: dict[str, Any]) -> Subject:

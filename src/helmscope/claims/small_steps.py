@@ -88,7 +88,7 @@ def small_steps_premise(case: TrialCase) -> str:
     """
     if case.subject.is_simulation:
         return ""
-    return case.subject.measured(("small-steps premise", case.quick), lambda: _premise(case), len)
+    return case.subject.cached(("small-steps premise", case.quick), lambda: _premise(case), len)
 
 
 def prints_premise(function: Callable[[TrialCase], Finding]) -> Callable[[TrialCase], Finding]:
@@ -120,7 +120,7 @@ def _premise(case: TrialCase) -> str:
     prompts = ChosenPrompts.of(registered_case(CLAIM, case.seed, quick=case.quick, subject=case.subject), gap=1)
     if prompts.too_few:
         return f"Premise: small-steps has no ruling here, since {prompts.too_few}."
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     sizes = StepSizes.of(recording)
     assessment = sizes.evidence.weigh(condition.region)
     if assessment.interval is None or assessment.ruling is Ruling.IMPOSSIBLE:
@@ -142,7 +142,7 @@ def silenced(recording: Recording) -> Recording:
 
     >>> from helmscope.models.record import record
     >>> silent = silenced(record("A", ["Once upon a time"]))
-    >>> bool((silent.stream(depth=1) == silent.stream(depth=0)).all())
+    >>> bool((silent.residual_stream(depth=1) == silent.residual_stream(depth=0)).all())
     True
     """
     return recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))

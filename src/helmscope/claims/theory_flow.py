@@ -64,7 +64,7 @@ class TheoryFlow:
         field = SA(beta=max(beta, 0.0), causal=causal)
         flow = integrate(field, start, times, weights=weights, stepper=DormandPrince(TOLERANCE)).trajectory
         measured = cloud_statistics(flow, ids=None if ids is None else ids[:prompts], gap=gap, ranks=False)
-        by_time = measured.inner_product.sel(pairs=PairSet.DISTANT.value).values
+        by_time = measured.mean_inner_product.sel(pairs=PairSet.DISTANT.value).values
         matched = matched_flow_times(path, flow)
         at = matched.flow_time.values
         mean = np.stack([np.interp(at[:, k], times, by_time[:, k]) for k in range(at.shape[1])], 1)

@@ -23,7 +23,7 @@ def untrained_notice(subject: Subject) -> str:
     """
     if subject.is_simulation:
         return ""
-    return subject.measured("untrained notice", lambda: _notice(subject), len)
+    return subject.cached("untrained notice", lambda: _notice(subject), len)
 
 
 def _notice(subject: Subject) -> str:
@@ -31,7 +31,7 @@ def _notice(subject: Subject) -> str:
     from helmscope.observe.loss import next_token_loss
 
     try:
-        measured = next_token_loss(subject.recording_of(subject.texts[:PROBED]))
+        measured = next_token_loss(subject.record(subject.texts[:PROBED]))
     except HelmscopeError:  # an encoder, a model without a head: such a model has no next-token loss
         return ""
     loss, uniform = float(measured.loss.mean()), float(measured.loss_null)

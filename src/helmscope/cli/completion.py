@@ -24,7 +24,7 @@ OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--completion": ("bash", "zsh", "fish"),
     "density --field": tuple(names.DENSITY_FIELDS),  # of one verb only
     "density --start": tuple(names.DENSITY_STARTS),
-    "measure --only": names.MEASUREMENTS,
+    "measure --only": (*names.MEASUREMENTS, *names.INTERVENTIONS),
 }
 # bashcompinit defines ``complete`` by compdef, which exists only after compinit
 ZSH_SETUP = """(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u; }

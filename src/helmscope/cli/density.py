@@ -17,7 +17,7 @@ def density(
     value: Annotated[
         float | None, typer.Option(help="Value matrix V = value * I; negative values repel [default: 1].")
     ] = None,
-    height: Annotated[
+    strength: Annotated[
         float | None,
         typer.Option(help="Height h of the force's potential U = h <x, e>, e the first axis [default: 1]."),
     ] = None,
@@ -38,7 +38,9 @@ def density(
     perturbation: Annotated[
         float | None, typer.Option(help="Largest relative perturbation of a uniform start [default: 0.1].")
     ] = None,
-    mode: Annotated[int | None, typer.Option(help="Degree of the perturbation, a harmonic [default: 1].")] = None,
+    perturbation_degree: Annotated[
+        int | None, typer.Option(help="Degree of the perturbation, a harmonic [default: 1].")
+    ] = None,
     kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
     dim: Annotated[int, typer.Option(help="Dimension d of the space; the density is on S^(d-1).")] = 2,
     zonal: Annotated[

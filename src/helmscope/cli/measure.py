@@ -12,9 +12,11 @@ from helmscope.cli.options import AllowMixed, AsJson, Device, MaxMemory, OnRay, 
 def measure(
     model: Annotated[str, typer.Argument(help="A, B, tied, a folder or a Hub id.")] = "A",
     texts: Texts = None,
-    text_count: Annotated[int | None, typer.Option(help="Number of texts [default: 64; 32 if quick].")] = None,
+    text_count: Annotated[
+        int | None, typer.Option(help="Number of texts [default: 64; 32 if quick or of interventions].")
+    ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of each text, at most [default: 128; 64 if quick].")
+        int | None, typer.Option(help="Tokens of each text, at most [default: 128; 64 if quick or of interventions].")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick/--full", help="Fewer and shorter texts, and smaller samples.")
@@ -22,6 +24,10 @@ def measure(
     only: Annotated[
         list[str] | None, typer.Option(help="Name of a measurement; may be repeated [default: all of them].")
     ] = None,
+    interventions: Annotated[
+        bool,
+        typer.Option("--interventions", help="Measure the model under many edits instead: noise, sinks, ablations."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Random seed of what is sampled.")] = 0,
     device: Device = "cpu",
     threads: Threads = 1,

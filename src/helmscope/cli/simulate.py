@@ -55,7 +55,7 @@ def simulate(
         str, typer.Option(help="How sums over tokens are computed: auto, dense, blockwise, harmonic or flash.")
     ] = "auto",
     delta: Delta = 1e-3,
-    radius: Annotated[float, typer.Option(help="Linkage distance of the cluster count, in radians.")] = 0.1,
+    max_angle: Annotated[float, typer.Option(help="Linkage distance of the cluster count, in radians.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed of start and noise.")] = 0,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
     device: Device = "cpu",

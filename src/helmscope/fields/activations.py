@@ -222,13 +222,13 @@ class GELU(_GatedPower):
         """By one error function and one exponential, in float32: psi = [z (s + phi) - (Phi - 1/2)] / 2."""
         if double or z.dtype != torch.float32:
             return super().chain(z, double=double)
-        z = z.detach()
-        half = torch.erf(z * math.sqrt(0.5)).mul_(0.5)  # Phi - 1/2
-        density = torch.exp((z * z).mul_(-0.5)).mul_(1 / math.sqrt(2 * math.pi))
+        z, scale = z.detach(), 1 / math.sqrt(2 * math.pi)
+        half = (z * math.sqrt(0.5)).erf_().mul_(0.5)  # Phi - 1/2
+        density = (z * z).mul_(-0.5).exp_()  # phi over the scale
         gate = half + 0.5
         value = z * gate
-        psi = (value + density).mul_(z).sub_(half).mul_(0.5)
-        return torch.addcmul(gate, z, density), value, psi
+        psi = torch.add(value, density, alpha=scale).mul_(z).sub_(half).mul_(0.5)
+        return gate.addcmul_(z, density, value=scale), value, psi
 
     def _gate(self, z: Tensor) -> Tensor:
         return torch.erfc(z * -math.sqrt(0.5)) / 2

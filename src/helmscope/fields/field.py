@@ -442,14 +442,16 @@ def as_field(field: object) -> Field:
     return field if isinstance(field, Field) else FunctionField(field)  # type: ignore[arg-type]
 
 
-def check_states(field: Field, x: object, name: str, *, normalize: bool = False) -> Float[Tensor, "*batch n d"]:
+def check_states(
+    field: Field, x: object, name: str, *, normalize: bool = False, remedy: str = ""
+) -> Float[Tensor, "*batch n d"]:
     """Return ``x`` if it has valid states of the field, else raise ``HelmscopeError``.
 
     Depending on ``field.space`` these are unit vectors (with ``normalize``, vectors of any nonzero length, which are
-    normalized), a residual stream of nonzero radius, or finite points of R^d.
+    normalized), a residual stream of nonzero radius, or finite points of R^d. ``remedy`` is that of ``check_tokens``.
     """
     if field.space is StateSpace.SPHERE:
-        return check_tokens(x, name=name, normalize=normalize)
+        return check_tokens(x, name=name, normalize=normalize, remedy=remedy)
     if field.space is StateSpace.STREAM:
         check_tokens(x, name=name, normalize=True)
         assert isinstance(x, torch.Tensor)

@@ -384,11 +384,11 @@ def fit_moments(
     moments: Moments,
     ridge: float | None,
     *,
-    tolerance: float = 1e-13,
+    tol: float = 1e-13,
     iterations: int = ITERATIONS,
 ) -> FittedGradient:
     """The best gradient given the moments; with a ridge of None, the best quadratic potential alone. Conjugate
-    gradients stop at a relative residual of ``tolerance``, or after ``iterations``.
+    gradients stop at a relative residual of ``tol``, or after ``iterations``.
 
     >>> mlp, x = MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2)
     >>> basis = GradientBasis.of(mlp, 1.0)
@@ -412,7 +412,7 @@ def fit_moments(
             return scaled @ c - explained(*moments.field_moments(c / length)) / length
 
         right = (moments.inner - explained(moment, total)) / length
-        coefficients = _conjugate_gradients(apply, right, factor, tolerance, iterations) / length
+        coefficients = _conjugate_gradients(apply, right, factor, tol, iterations) / length
         first, whole = moments.field_moments(coefficients)
         moment, total = moment - first, total - whole
     symmetric = axes @ moments.quadratic(moment) @ axes.mT
@@ -429,14 +429,14 @@ def root_mean_square(x: Float[Tensor, "points d"], weights: Float[Tensor, " poin
     return size if size > 0 else 1.0
 
 
-def _conjugate_gradients(apply: Any, right: Tensor, factor: Tensor, tolerance: float, iterations: int) -> Tensor:
+def _conjugate_gradients(apply: Any, right: Tensor, factor: Tensor, tol: float, iterations: int) -> Tensor:
     """Solve apply(c) = right, preconditioned by the Cholesky factor of the part without elimination."""
     solution, rest = torch.zeros_like(right), right
     size = float(torch.linalg.vector_norm(right))
     preconditioned = torch.cholesky_solve(rest[:, None], factor)[:, 0]
     direction, product = preconditioned, float((rest * preconditioned).sum())
     for _ in range(iterations):
-        if not product > 0 or float(torch.linalg.vector_norm(rest)) <= tolerance * size:
+        if not product > 0 or float(torch.linalg.vector_norm(rest)) <= tol * size:
             break
         image = apply(direction)
         curvature = float((direction * image).sum())

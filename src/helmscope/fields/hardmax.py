@@ -62,7 +62,7 @@ class Hardmax(Softmax):
         self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
     ) -> Float[Tensor, "*batch n n"]:
         """0 at the keys with the largest logit, -inf at the others."""
-        tolerance = TIE_TOLERANCE[pairs.dtype] if self.tie_tolerance is None else self.tie_tolerance
+        tol = TIE_TOLERANCE[pairs.dtype] if self.tie_tolerance is None else self.tie_tolerance
         logits = pairs.detach()
-        largest = (logits >= logits.amax(-1, keepdim=True) - tolerance) & (logits > -torch.inf)
+        largest = (logits >= logits.amax(-1, keepdim=True) - tol) & (logits > -torch.inf)
         return torch.where(largest, 0.0, -torch.inf).to(pairs.dtype)

@@ -112,6 +112,9 @@ class HelmholtzSplit(ConciseRepr, Potential):
 
     mlp: MLP | GatedMLP
 
+    def __repr__(self) -> str:
+        return f"HelmholtzSplit(mlp={self.mlp!r})"
+
     @property
     def dead_neurons(self) -> Int[Tensor, " dead"]:
         """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated.
@@ -315,6 +318,9 @@ class _GatedRows:
 
 @dataclass(frozen=True, eq=False)
 class _SplitAsPrinted(HelmholtzSplit):
+    def __repr__(self) -> str:
+        return f"HelmholtzSplitAsPrinted(mlp={self.mlp!r})"
+
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         mlp = self.mlp
         mlp.check_points(x)

@@ -107,15 +107,15 @@ class HodgeSplit(ConciseRepr):
         return torch.zeros_like(x)
 
     @full_precision
-    def share(self, *, tolerance: float = 1e-6) -> float:
+    def share(self, *, tol: float = 1e-6) -> float:
         """E|R|^2 / E|f|^2, the share of f that no potential explains, in [0, 1]; f includes its constants.
 
         Exact to rounding for one neuron and for parallel rows. Otherwise the sum over n is truncated when the
-        Cauchy-Schwarz inequality bounds the remainder by ``tolerance``; for smooth activations the error is much
+        Cauchy-Schwarz inequality bounds the remainder by ``tol``; for smooth activations the error is much
         smaller. Raises ``HelmscopeError`` if 4096 degrees do not suffice (corners and nearly parallel rows) and if
         f = 0. Time and memory grow like hidden^2.
         """
-        tolerance = check_real("tolerance", tolerance, above=0)
+        tol = check_real("tol", tol, above=0)
         cosine = self.neurons.direction @ self.neurons.direction.mT
         parallel = cosine.abs() > 1 - PARALLEL
         exact = self._parallel_energies(cosine, *parallel.nonzero(as_tuple=True))
@@ -123,15 +123,15 @@ class HodgeSplit(ConciseRepr):
             (total, swirl, size), remainder = exact, 0.0
             for total_term, swirl_term, remainder in self._energy_terms(cosine, ~parallel, degrees):
                 total, swirl = total + total_term, swirl + swirl_term
-                if remainder <= tolerance * total:
+                if remainder <= tol * total:
                     break
-            if remainder <= tolerance * total:
+            if remainder <= tol * total:
                 break
         if not total > 1e-12 * size:
             raise HelmscopeError(f"mlp has E|f|^2 = {total:.1e}, which is 0 to rounding, but a share needs a force")
-        if remainder > tolerance * total:
+        if remainder > tol * total:
             smallest = remainder / total
-            raise HelmscopeError(f"tolerance is {tolerance:g}, but for this mlp it must be at least {smallest:.1e}")
+            raise HelmscopeError(f"tol is {tol:g}, but for this mlp it must be at least {smallest:.1e}")
         return min(max(swirl / total, 0.0), 1.0)
 
     def _coordinates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

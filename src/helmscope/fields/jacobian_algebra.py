@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-BLOCK = 128  # neurons per block of a symmetric form, of which only one triangle is stored and multiplied
+BLOCK = 64  # neurons per block of a symmetric form, of which only one triangle is stored and multiplied
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class JacobianAlgebra(ConciseRepr):
     def _forms(self) -> list[Float[Tensor, "start twice_block"]]:
         return _upper_blocks(
             lambda rows, columns: (
-                (self.rows[rows] @ self.columns[:, columns]) * (self.rows[columns] @ self.columns[:, rows]).mT
+                (self.rows[rows] @ self.columns[:, columns]) * (self.columns[:, rows].mT @ self.rows[columns].mT)
             ),
             lambda rows, columns: (
                 (self.rows[rows] @ self.rows[columns].mT) * (self.columns[:, rows].mT @ self.columns[:, columns])

@@ -54,9 +54,9 @@ class MergedTokens(ConciseRepr):
 
 
 def merge_tokens(
-    x: Float[Tensor, "*batch n d"], radius: float, *, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], max_angle: float, *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> MergedTokens:
-    """Merge tokens that are linked by steps of at most ``radius`` radians into one at their weighted mean direction.
+    """Merge tokens that are linked by steps of at most ``max_angle`` radians into one at their weighted mean direction.
 
     Tokens of weight 0 are not merged. Raises ``HelmscopeError`` for a negative radius, and if a cluster extends
     around the sphere so that it has no mean direction.
@@ -66,25 +66,25 @@ def merge_tokens(
     (tensor([[1., 0.],
             [0., 1.]]), tensor([2., 1.]))
     """
-    radius = check_real("radius", radius, at_least=0)
+    max_angle = check_real("max_angle", max_angle, at_least=0)
     checked = check_weights(check_tokens(x), weights, None)
     masses = torch.ones_like(x[..., 0]) if checked is None else checked
-    return merge_close(x, masses, radius, close_pairs(x, masses, radius))
+    return merge_close(x, masses, max_angle, close_pairs(x, masses, max_angle))
 
 
-def close_pairs(x: Tensor, weights: Tensor, radius: float) -> Bool[Tensor, "*batch n n"]:
-    """Which tokens of positive weight are at most ``radius`` radians apart; each of them is close to itself.
+def close_pairs(x: Tensor, weights: Tensor, max_angle: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens of positive weight are at most ``max_angle`` radians apart; each of them is close to itself.
 
     >>> close_pairs(torch.eye(2), torch.tensor([1.0, 0.0]), 0.1)
     tensor([[ True, False],
             [False, False]])
     """
     weighted = weights > 0
-    return (pairwise_angles(x.detach()) <= radius) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
+    return (pairwise_angles(x.detach()) <= max_angle) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
 
 
 @full_precision
-def merge_close(x: Tensor, weights: Tensor, radius: float, close: Tensor) -> MergedTokens:
+def merge_close(x: Tensor, weights: Tensor, max_angle: float, close: Tensor) -> MergedTokens:
     """``merge_tokens`` for known ``close_pairs``, unchecked."""
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
@@ -94,7 +94,7 @@ def merge_close(x: Tensor, weights: Tensor, radius: float, close: Tensor) -> Mer
     undirected = torch.linalg.vector_norm(total.detach(), dim=-1, keepdim=True) < 1e-6 * mass
     if bool((undirected & ~alone).any()):
         raise HelmscopeError(
-            f"radius is {radius:g}, but it links tokens all around the sphere, which have no mean direction"
+            f"max_angle is {max_angle:g}, but it links tokens all around the sphere, which have no mean direction"
         )
     states = torch.where(alone, x, retract(torch.where(alone, x, total)))
     index = leader.unsqueeze(-1).expand_as(x)

@@ -37,7 +37,7 @@ class SinkhornAttention(Softmax):
     Transformer, no. 2], so that m_i p_ij couples the measure with itself.
 
     Tokens of weight 0 attend but are not attended to. The scaling is computed in the log domain by alternating one
-    Sinkhorn sweep and one damped Newton step on the dual, at most ``max_sweeps`` times, until the marginal error
+    Sinkhorn sweep and one damped Newton step on the dual, at most ``max_iterations`` times, until the marginal error
     sum_j |sum_i m_i p_ij - m_j| / sum_j m_j is at most ``tol`` or 16 units of rounding and the step at most 0.1. One
     more Newton step, with its matrix held constant, reduces the error to rounding and makes first derivatives exact, by
     the implicit function theorem; second derivatives are not exact. A step solves n equations, O(n^3); with B = I about
@@ -63,12 +63,12 @@ class SinkhornAttention(Softmax):
 
     beta: float | Float[Tensor, "*batch"]
     tol: float = field(default=1e-13, kw_only=True)
-    max_sweeps: int = field(default=1000, kw_only=True)
+    max_iterations: int = field(default=1000, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         object.__setattr__(self, "tol", check_real("tol", self.tol, above=0))
-        object.__setattr__(self, "max_sweeps", check_integer("max_sweeps", self.max_sweeps, at_least=1))
+        object.__setattr__(self, "max_iterations", check_integer("max_iterations", self.max_iterations, at_least=1))
         super().__post_init__()
         if self.causal:
             raise HelmscopeError(
@@ -98,7 +98,7 @@ class SinkhornAttention(Softmax):
         >>> SinkhornAttention(beta=1.0).solve(torch.eye(2)[None], None).converged
         tensor([True])
         """
-        arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_sweeps)
+        arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_iterations)
         return Dual(*_Solver.apply(*arguments))  # type: ignore[no-untyped-call]
 
     def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
@@ -112,8 +112,8 @@ class SinkhornAttention(Softmax):
                 "visible pairs: each must be on a cycle of visible pairs, and each token must attend to at least one"
             )
         return (
-            f"max_sweeps is {self.max_sweeps}, but the scaling has not converged by then, with a marginal error of "
-            f"{error:.3g}: raise max_sweeps or tol, lower beta, or mask fewer pairs by bias"
+            f"max_iterations is {self.max_iterations}, but the scaling has not converged by then, with a marginal "
+            f"error of {error:.3g}: raise max_iterations or tol, lower beta, or mask fewer pairs by bias"
         )
 
 
@@ -130,30 +130,30 @@ class _Solver(torch.autograd.Function):
     """The whole iteration as one non-differentiable function; under ``vmap`` it has one more axis of systems."""
 
     @staticmethod
-    def forward(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
-        return _solve(pairs, m, tol, max_sweeps)
+    def forward(pairs: Tensor, m: Tensor, tol: float, max_iterations: int) -> Dual:
+        return _solve(pairs, m, tol, max_iterations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Any:
+    def vmap(info: Any, in_dims: Any, pairs: Tensor, m: Tensor, tol: float, max_iterations: int) -> Any:
         batched = [
             value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
             for value, dim in ((pairs, in_dims[0]), (m, in_dims[1]))
         ]
-        return _Solver.apply(*batched, tol, max_sweeps), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
+        return _Solver.apply(*batched, tol, max_iterations), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
 
 
-def _solve(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
+def _solve(pairs: Tensor, m: Tensor, tol: float, max_iterations: int) -> Dual:
     """Alternate a sweep and a damped Newton step. Both decrease phi, so they converge if a scaling exists. The sweep is
     fast far from the minimum, Newton near it, also where sweeps are slow (large beta: clusters that hardly interact).
     """
     scaling = _Scaling(pairs, m)
     done = ~scaling.possible  # nothing to solve there
     g = torch.zeros_like(m)
-    for _ in range(max_sweeps):
+    for _ in range(max_iterations):
         swept = scaling.columns(scaling.rows(g))
         g = torch.where(done.unsqueeze(-1), g, swept)
         misfit, hessian, error = scaling.evaluate(g)

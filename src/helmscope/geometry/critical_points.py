@@ -170,7 +170,7 @@ def find_critical_points(
     search = functools.partial(
         find_zeros,
         lambda x: _linearize(u, x),
-        tolerance=TOLERANCE[starts.dtype],
+        tol=TOLERANCE[starts.dtype],
         max_iterations=check_integer("max_iterations", max_iterations, at_least=1),
     )
     zeros = search(starts.detach()[:, None], progress=sub_progress(report, 0.0, 0.5))

@@ -257,18 +257,18 @@ def exponential_coefficients(beta: float, degree: int, *, dim: int) -> Float[Ten
     return torch.from_numpy(_scaled_exponential_coefficients(beta, dim, degree)[: degree + 1])
 
 
-def exponential_degree(beta: float, *, dim: int, tolerance: float) -> int:
+def exponential_degree(beta: float, *, dim: int, tol: float) -> int:
     """Smallest K with e^(-beta) sum_(k > K) a_k <= tolerance, beta >= 0.
 
     That tail is the largest error on [-1, 1], attained at s = 1, of the series of e^(beta (s - 1)) truncated after
     degree K.
 
-    >>> exponential_degree(4.0, dim=3, tolerance=1e-12)
+    >>> exponential_degree(4.0, dim=3, tol=1e-12)
     18
     """
-    tolerance = check_real("tolerance", tolerance, above=0)
+    tol = check_real("tol", tol, above=0)
     tail = np.cumsum(_scaled_exponential_coefficients(beta, dim, 0)[:0:-1])
-    return int((tail > tolerance).sum())
+    return int((tail > tol).sum())
 
 
 def _scaled_exponential_coefficients(beta: float, dim: int, degree: int) -> NDArray[np.float64]:

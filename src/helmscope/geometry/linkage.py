@@ -63,14 +63,14 @@ def pairwise_angles(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n n
     return _angles(x, x)
 
 
-def pairs_within(x: Float[Tensor, "*batch n d"], radius: float) -> Bool[Tensor, "*batch n n"]:
-    """Which tokens are at most ``radius`` radians apart: pairwise_angles(x) <= radius, faster.
+def pairs_within(x: Float[Tensor, "*batch n d"], max_angle: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens are at most ``max_angle`` radians apart: pairwise_angles(x) <= max_angle, faster.
 
     >>> pairs_within(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1.5)
     tensor([[ True, False],
             [False,  True]])
     """
-    return _decided(x.detach(), 2 * math.sin(min(radius, math.pi) / 2), lambda a, b: _angles(a, b) <= radius)
+    return _decided(x.detach(), 2 * math.sin(min(max_angle, math.pi) / 2), lambda a, b: _angles(a, b) <= max_angle)
 
 
 def pairs_within_chord(x: Float[Tensor, "*batch n d"], chord: float) -> Bool[Tensor, "*batch n n"]:
@@ -163,14 +163,14 @@ def components(adjacent: Tensor) -> Int[Tensor, "*batch n"]:
     return label.contiguous()
 
 
-def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*batch n"]:
-    """Single-linkage cluster labels: tokens joined by a chain of steps of at most ``radius`` (radians) share a label,
-    the smallest token index in the cluster.
+def clusters(x: Float[Tensor, "*batch n d"], max_angle: float) -> Int[Tensor, "*batch n"]:
+    """Single-linkage cluster labels: tokens joined by a chain of steps of at most ``max_angle`` (radians) share a
+    label, the smallest token index in the cluster.
 
-    >>> clusters(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), radius=0.1)
+    >>> clusters(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), max_angle=0.1)
     tensor([0, 1, 0])
     """
-    return components(pairs_within(x, radius))
+    return components(pairs_within(x, max_angle))
 
 
 def collapse_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:

@@ -1,4 +1,4 @@
-"""Potentials U on R^d: what a landscape needs to be known by.
+"""Potentials U on R^d: the interface of a landscape.
 
 The force is +grad U and the energy is V = -U, so basins are maxima of U.
 """

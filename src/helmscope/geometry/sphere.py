@@ -40,11 +40,13 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 NORM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}
 
 
-def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Float[Tensor, "*batch n d"]:
+def check_tokens(
+    x: object, *, name: str = "x", normalize: bool = False, remedy: str = ""
+) -> Float[Tensor, "*batch n d"]:
     """Check tokens and return them: a finite float tensor (..., n, d), d >= 2, whose rows all have norm 1.
 
     With ``normalize=True`` rows of any nonzero norm are accepted and returned normalized. Raises ``HelmscopeError`` for
-    anything else.
+    anything else; for tokens of another norm with the caller's ``remedy``.
 
     >>> check_tokens(torch.tensor([[3.0, 4.0]]), normalize=True)
     tensor([[0.6000, 0.8000]])
@@ -80,7 +82,7 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     norm = torch.linalg.vector_norm(x[~unit][0])
     raise HelmscopeError(
         f"{name} holds a token of norm {norm.item():.9g} ({_first_index(~unit)}), but tokens must be on the unit "
-        "sphere: divide by the norm (integrate does with normalize=True)"
+        f"sphere: divide by its norm{remedy}"
     )
 
 
@@ -92,7 +94,9 @@ def _is_unit(x: Tensor) -> Tensor:
 
 def _first_index(bad: Tensor) -> str:
     index = tuple(int(i) for i in bad.nonzero()[0])
-    return f"token {index[-1]} of system {index[:-1]}" if len(index) > 1 else f"token {index[-1]}"
+    if len(index) == 1:
+        return f"token {index[0]}"
+    return f"token {index[-1]} of system {index[0] if len(index) == 2 else index[:-1]}"
 
 
 def project(x: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:

@@ -54,7 +54,7 @@ def find_zeros(
     linearize: Linearization,
     starts: Float[Tensor, "m n d"],
     *,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     progress: Progress,
     scale: float | None = None,
@@ -68,7 +68,7 @@ def find_zeros(
     >>> def linearize(x):  # grad_S of U = x_1 on the circle
     ...     basis = tangent_basis(x).squeeze(-3)
     ...     return basis[:, 0], -x[:, 0, :1, None]
-    >>> zeros = find_zeros(linearize, torch.tensor([[[0.8, 0.6]]], dtype=torch.float64), tolerance=1e-12,
+    >>> zeros = find_zeros(linearize, torch.tensor([[[0.8, 0.6]]], dtype=torch.float64), tol=1e-12,
     ...     max_iterations=50, progress=lambda share: None)
     >>> zeros.states.round(decimals=6) + 0.0, zeros.converged.tolist()
     (tensor([[[1., 0.]]], dtype=torch.float64), [True])
@@ -80,7 +80,7 @@ def find_zeros(
     residual = torch.linalg.vector_norm(value, dim=-1)
     if scale is None:
         scale = float(torch.maximum(residual.max(), torch.linalg.matrix_norm(jacobian, ord=2).max()))
-    goal = tolerance * scale
+    goal = tol * scale
     damping = torch.full_like(residual, 1e-2)
     polished = torch.zeros_like(residual, dtype=torch.int64)
     for iteration in range(max_iterations):

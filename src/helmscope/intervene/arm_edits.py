@@ -48,8 +48,8 @@ class NegateValues(SiteEdit):
 
     @classmethod
     def of(cls, recording: Recording) -> NegateValues:
-        """The edit for the model of a recording, whose constants are found by one forward of its first text with all
-        states set to c = 0. Raises HelmscopeError if the values of the model cannot be edited.
+        """The edit for the model of a recording, whose constants are found by one forward pass of its first text with
+        all states set to c = 0. Raises HelmscopeError if the values of the model cannot be edited.
 
         >>> from helmscope import record
         >>> len(NegateValues.of(record("A", ["Once upon a time"])).constants)
@@ -107,7 +107,7 @@ class _ValueConstants(Observer):
 @dataclass(frozen=True, eq=False, repr=False)
 class FreezeRadius(AbstractEdit):
     """Rescale every state after the first to the radius that this token has at the same depth in ``source``, a
-    recording of the same texts: the direction is that of the edited forward, the radius that of the source.
+    recording of the same texts: the direction is that of the edited forward pass, the radius that of the source.
 
     The mean over coordinates, which is not part of the radius where norms remove it, is unchanged. Raises
     HelmscopeError for a post-norm model, where norms set the radius of every state.

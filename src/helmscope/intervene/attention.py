@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False)
 class Perturb(SiteEdit):
     """Add Gaussian noise to queries, keys or values, or to a state or write. Its standard deviation is ``sigma``, as
-    [Additive transport] prints it, or ``relative`` times the root mean square of the tensor over each text in the
+    [Additive transport] prints it, or ``relative_sigma`` times the root mean square of the tensor over each text in the
     layer; exactly one of the two must be given.
 
     The noise depends only on ``seed``, the layer and the index of the text, not on the process or the batch size. Two
     edits need different seeds for their noise to be independent.
 
-    >>> Perturb(site=Site.KEY, relative=0.1, seed=1)
-    Perturb(site=Site.KEY, relative=0.1, seed=1)
+    >>> Perturb(site=Site.KEY, relative_sigma=0.1, seed=1)
+    Perturb(site=Site.KEY, relative_sigma=0.1, seed=1)
     """
 
     allowed = (
@@ -45,26 +45,27 @@ class Perturb(SiteEdit):
     layers: Layers | None = None
     site: Site = Site.QUERY
     sigma: float | None = None
-    relative: float | None = None
+    relative_sigma: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "seed", check_seed(self.seed))
-        if (self.sigma is None) == (self.relative is None):
+        if (self.sigma is None) == (self.relative_sigma is None):
             raise HelmscopeError(
-                f"sigma is {self.sigma!r} and relative is {self.relative!r}, but exactly one of them must be given"
+                f"sigma is {self.sigma!r} and relative_sigma is {self.relative_sigma!r}, but exactly one of them must "
+                "be given"
             )
-        name, size = ("sigma", self.sigma) if self.relative is None else ("relative", self.relative)
+        name, size = ("sigma", self.sigma) if self.relative_sigma is None else ("relative_sigma", self.relative_sigma)
         object.__setattr__(self, name, check_real(name, size, at_least=0))
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The value plus noise."""
-        if self.relative is None:
+        if self.relative_sigma is None:
             scale = torch.tensor(self.sigma, device="cpu").to(value)
         else:
             axes_of_text = tuple(range(1, value.ndim))
-            scale = self.relative * value.float().square().mean(axes_of_text, keepdim=True).sqrt().to(value)
+            scale = self.relative_sigma * value.float().square().mean(axes_of_text, keepdim=True).sqrt().to(value)
         return value + scale * context.normal(value, seed=self.seed)
 
 

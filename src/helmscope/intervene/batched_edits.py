@@ -1,4 +1,4 @@
-"""``BatchedEdits``: several lists of edits in one forward, each on a copy of its own of the texts."""
+"""``BatchedEdits``: several lists of edits in one forward pass, each on a copy of its own of the texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class BatchedEdits(AbstractEdit):
     """Apply each of several lists of edits to one of as many equal parts of the batch.
 
     The edits are told that their part is the chunk of texts ``of``, so that noise and whatever else depends on the
-    index of a text is that of a forward under this list alone. ``BatchedEdits.runner`` makes the copies of the texts.
+    index of a text is that of a forward pass under this list alone. ``BatchedEdits.runner`` makes the copies of the
+    texts.
 
     >>> from helmscope import record
     >>> from helmscope.intervene.attention import Perturb
@@ -41,8 +42,8 @@ class BatchedEdits(AbstractEdit):
 
     @classmethod
     def runner(cls, runner: Runner, rows: slice, lists: Sequence[Sequence[AbstractEdit]]) -> Runner:
-        """A runner of the texts ``rows`` of ``runner``, repeated for each list of edits, in a single forward. Raises
-        HelmscopeError for no list, and for several lists on a decoder that reads an encoder.
+        """A runner of the texts ``rows`` of ``runner``, repeated for each list of edits, in a single forward pass.
+        Raises HelmscopeError for no list, and for several lists on a decoder that reads an encoder.
 
         >>> from helmscope import record
         >>> BatchedEdits.runner(record("A", ["Once upon a time"]).runner, slice(0, 1), [[], []])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def edited(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
-    """Context manager: within it, every forward of the model runs under the edits; the model is always restored.
+    """Context manager: within it, every forward pass of the model runs under the edits; the model is always restored.
 
     Yields the model itself, ready to be called. Recording it within the block raises ``HelmscopeError``, because the
     recording would not know of the edits: use ``recording.under`` for that.

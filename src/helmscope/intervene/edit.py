@@ -1,7 +1,7 @@
 """``Edit``, which applies any function to the tensor at a site of a model, and ``SiteEdit``, the base of all edits.
 
 Every edit is frozen; the ``EditContext`` passed to it says where it is applied. ``layers=None`` means all layers. Edits
-are checked against the model before the forward starts; ``edited`` and ``Recording.under`` apply them.
+are checked against the model before the forward pass starts; ``edited`` and ``Recording.under`` apply them.
 """
 
 from __future__ import annotations

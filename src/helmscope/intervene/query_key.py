@@ -7,8 +7,9 @@ therefore leave the model as it is, but not the size of its queries and keys:
     gauge:  q -> c q,  k -> k / c           shift:  k_j -> k_j + u  for all keys j of a head.
 
 Noise of one sigma on queries and on keys, as [Additive transport] prints it, depends on the gauge: the ratio of the two
-divergences grows as c^4 where they are quadratic in sigma. Two fair forms are noise relative to keys centred over the
-text, which no shift changes, and query noise that moves each attention row as much as given key noise does.
+divergences grows as c^4 where they are quadratic in sigma. Two kinds of noise compare them fairly: noise relative to
+keys centered over the text, which no shift changes, and query noise that moves each attention row as much as given key
+noise does.
 
 At the sites of queries and keys the rotary phases, if any, have already been applied.
 """
@@ -110,31 +111,31 @@ class ShiftKeys(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CenteredKeyNoise(SiteEdit):
-    """Add Gaussian noise to the keys whose standard deviation is ``relative`` times the root mean square of the keys of
-    the head, centred over the visible tokens of the text:
+    """Add Gaussian noise to the keys whose standard deviation is ``relative_sigma`` times the root mean square of the
+    keys of the head, centered over the visible tokens of the text:
 
         k_j -> k_j + relative s xi_j,      s^2 = mean_j |k_j - mean_j k_j|^2 / r.
 
-    Unlike ``Perturb`` with ``relative`` it does not depend on a shift of the keys, which attention does not see. The
-    noise depends on ``seed``, the layer and the index of the text, as that of ``Perturb`` does.
+    Unlike ``Perturb`` with ``relative_sigma`` it does not depend on a shift of the keys, which attention does not see.
+    The noise depends on ``seed``, the layer and the index of the text, as that of ``Perturb`` does.
 
-    >>> CenteredKeyNoise(relative=0.1, seed=1)
-    CenteredKeyNoise(relative=0.1, seed=1)
+    >>> CenteredKeyNoise(relative_sigma=0.1, seed=1)
+    CenteredKeyNoise(relative_sigma=0.1, seed=1)
     """
 
     layers: Layers | None = None
-    relative: float = 0.0
+    relative_sigma: float = 0.0
     seed: int = 0
     site = Site.KEY
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "relative", check_real("relative", self.relative, at_least=0))
+        object.__setattr__(self, "relative_sigma", check_real("relative_sigma", self.relative_sigma, at_least=0))
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The keys plus noise."""
-        scale = self.relative * centered_size(value, context.visible)
+        scale = self.relative_sigma * centered_size(value, context.visible)
         return value + scale[..., None, None].to(value) * context.normal(value, seed=self.seed)
 
 
@@ -171,13 +172,13 @@ class MatchedQueryNoise(SiteEdit):
         recording: Recording,
         *,
         sigma: float | None = None,
-        relative: float | None = None,
+        relative_sigma: float | None = None,
         layers: Layers | None = None,
         seed: int = 0,
     ) -> MatchedQueryNoise:
-        """The query noise that matches ``Perturb(site=Site.KEY, sigma=sigma)`` or ``CenteredKeyNoise(relative=
-        relative)`` on the texts of a recording, by one forward. Raises HelmscopeError unless exactly one of the two is
-        given, and for a model whose attention cannot be edited or whose weights do not sum to 1.
+        """The query noise that matches ``Perturb(site=Site.KEY, sigma=sigma)`` or ``CenteredKeyNoise(relative_sigma=
+        relative_sigma)`` on the texts of a recording, by one forward pass. Raises HelmscopeError unless exactly one of
+        the two is given, and for a model whose attention cannot be edited or whose weights do not sum to 1.
 
         >>> from helmscope.models.record import record
         >>> recording = record("A", ["Once upon a time"])
@@ -186,14 +187,14 @@ class MatchedQueryNoise(SiteEdit):
         True
         """
         check_recording(recording)
-        if (sigma is None) == (relative is None):
+        if (sigma is None) == (relative_sigma is None):
             raise HelmscopeError(
-                f"sigma is {sigma!r} and relative is {relative!r}, but exactly one of them must be given"
+                f"sigma is {sigma!r} and relative_sigma is {relative_sigma!r}, but exactly one of them must be given"
             )
-        name, size = ("sigma", sigma) if relative is None else ("relative", relative)
+        name, size = ("sigma", sigma) if relative_sigma is None else ("relative_sigma", relative_sigma)
         size = check_real(name, size, at_least=0)
         SiteEdit.check(cls(layers, seed=seed), recording.anatomy)  # that of this class needs the sizes
-        observer = _MatchedSizes(len(recording.anatomy.layers), size, of_centered=relative is not None)
+        observer = _MatchedSizes(len(recording.anatomy.layers), size, of_centered=relative_sigma is not None)
         recording.runner.forward(observer)
         return cls(layers, torch.stack([torch.cat(chunks) for chunks in observer.sizes]), seed)
 
@@ -217,6 +218,22 @@ class MatchedQueryNoise(SiteEdit):
                 f"{(context.texts, *value.shape[1:3])}"
             )
         return value + sigma[context.rows].unsqueeze(-1).to(value) * context.normal(value, seed=self.seed)
+
+
+def matching_unsupported(recording: Recording) -> str | None:
+    """One sentence that says why noise on queries and on keys cannot be matched in a model, from its first text; None
+    if it can.
+
+    >>> from helmscope.models.record import record
+    >>> matching_unsupported(record("A", ["Once upon a time"]))
+    """
+    observer = _MatchedSizes(len(recording.anatomy.layers), 1.0, of_centered=True)
+    try:
+        SiteEdit.check(MatchedQueryNoise(), recording.anatomy)
+        recording.runner.forward(observer, rows=slice(0, 1))
+    except HelmscopeError as error:
+        return str(error)
+    return None
 
 
 class _MatchedSizes(Observer):

@@ -70,10 +70,10 @@ class QueryKeyEdit(SiteEdit):
         """
 
     @abstractmethod
-    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Self:
+    def scaled(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Self:
         """The edit with its strength multiplied by factors.
 
-        >>> Blur(strength=0.5).times(torch.ones(12, 1, 6)).strength.shape
+        >>> Blur(strength=0.5).scaled(torch.ones(12, 1, 6)).strength.shape
         torch.Size([12, 1, 6])
         """
 
@@ -162,10 +162,10 @@ class Normalize(QueryKeyEdit):
         size = self.lengths[context.layer][:, None, None].to(value)
         return center + size * torch.nn.functional.normalize(value - center, dim=-1, eps=1e-30)
 
-    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Normalize:
+    def scaled(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Normalize:
         """The edit with its strength multiplied by factors.
 
-        >>> Normalize().times(torch.full((1, 1, 1), 0.5)).strength.item()
+        >>> Normalize().scaled(torch.full((1, 1, 1), 0.5)).strength.item()
         0.5
         """
         return replace(self, strength=factors * self.strength)
@@ -216,10 +216,10 @@ class Blur(QueryKeyEdit):
             mass[lag:] += weight
         return total / mass
 
-    def times(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Blur:
+    def scaled(self, factors: Float[Tensor, "layer batch kv_heads"]) -> Blur:
         """The edit with its strength multiplied by factors.
 
-        >>> Blur().times(torch.full((1, 1, 1), 0.5)).strength.item()
+        >>> Blur().scaled(torch.full((1, 1, 1), 0.5)).strength.item()
         0.5
         """
         return replace(self, strength=factors * self.strength)
@@ -235,8 +235,8 @@ def match_strengths(recording: Recording, queries: Queries, keys: Keys) -> tuple
     With A the attention weights and dl the change of the logits of a row, V = Var_A(dl), averaged over the rows of a
     text and the query heads that share a key head, is V_Q for the queries and V_K for the keys at the strengths given.
     They are multiplied by sqrt(min(V_Q, V_K) / V_Q) and sqrt(min(V_Q, V_K) / V_K) in each layer, text and key head: the
-    change that moves the logits less stays as it is. Takes one forward. Raises HelmscopeError for edits at other sites,
-    and for a model whose attention cannot be edited or whose weights do not sum to 1.
+    change that moves the logits less stays as it is. Takes one forward pass. Raises HelmscopeError for edits at other
+    sites, and for a model whose attention cannot be edited or whose weights do not sum to 1.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time", "The cat sat"])
@@ -254,7 +254,7 @@ def match_strengths(recording: Recording, queries: Queries, keys: Keys) -> tuple
     variances = [torch.stack([torch.cat(chunks) for chunks in side]) for side in observer.found]
     smaller = torch.minimum(*variances)
     factors = [torch.where(each > 0, (smaller / each.clamp(min=1e-300)).sqrt(), 0.0) for each in variances]
-    return queries.times(factors[0]), keys.times(factors[1])
+    return queries.scaled(factors[0]), keys.scaled(factors[1])
 
 
 class _Moments(Observer):

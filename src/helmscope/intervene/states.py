@@ -133,7 +133,7 @@ class Patch(StateEdit):
             state = self.source.kept[f"{self.site.value} write"][context.layer][context.rows]
         else:
             depth = self.source.anatomy.depths.at(context.layer, self.site)
-            state = self.source.stream(depth=depth)[context.rows]
+            state = self.source.residual_stream(depth=depth)[context.rows]
         if state.shape != value.shape or len(self.source.batch) != context.texts:
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)

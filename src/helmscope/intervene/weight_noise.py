@@ -33,7 +33,7 @@ class WeightNoise:
     >>> recording = record("A", ["Once upon a time"])
     >>> noise = WeightNoise.of(recording)
     >>> before = recording.logits()
-    >>> with with_parameters(recording.anatomy.model, noise.values(Site.KEY, relative=0.1)):
+    >>> with with_parameters(recording.anatomy.model, noise.values(Site.KEY, relative_sigma=0.1)):
     ...     bool((recording.logits() - before).abs().max() > 0)
     True
     """
@@ -58,7 +58,7 @@ class WeightNoise:
         site: Site,
         *,
         sigma: float | None = None,
-        relative: float | None = None,
+        relative_sigma: float | None = None,
         mixing: float | None = None,
         layers: Layers | None = None,
         seed: int = 0,
@@ -67,7 +67,7 @@ class WeightNoise:
         exactly one of
 
         - ``sigma``: W + sigma N, the same for all entries, as [Additive transport] prints it;
-        - ``relative``: W + relative rms(W) N, with the root mean square of the entries of all heads of the layer;
+        - ``relative_sigma``: W + relative rms(W) N, with the root mean square of the entries of all heads of the layer;
         - ``mixing``: W + mixing W E with E_ab ~ N(0, 1/d), noise on the state that the heads read. For queries it
           multiplies W_Q^T W_K from the left, for keys from the right. It depends on no basis inside the heads: any
           invertible G in W_Q -> G W_Q, W_K -> G^-T W_K, which leaves the model unchanged, leaves it unchanged too.
@@ -81,13 +81,13 @@ class WeightNoise:
         """
         given = {
             name: check_real(name, size, at_least=0)
-            for name, size in (("sigma", sigma), ("relative", relative), ("mixing", mixing))
+            for name, size in (("sigma", sigma), ("relative_sigma", relative_sigma), ("mixing", mixing))
             if size is not None
         }
         if len(given) != 1:
             raise HelmscopeError(
-                f"sigma is {sigma!r}, relative is {relative!r} and mixing is {mixing!r}, but exactly one of them must "
-                "be given"
+                f"sigma is {sigma!r}, relative_sigma is {relative_sigma!r} and mixing is {mixing!r}, but exactly one "
+                "of them must be given"
             )
         ((kind, size),) = given.items()
         if site not in PROJECTED:
@@ -111,7 +111,7 @@ class WeightNoise:
                 change = old @ torch.from_numpy(draw.standard_normal((old.shape[1],) * 2)) / old.shape[1] ** 0.5
             else:
                 change = torch.from_numpy(draw.standard_normal(tuple(old.shape)))
-                change = change * old.square().mean().sqrt() if kind == "relative" else change
+                change = change * old.square().mean().sqrt() if kind == "relative_sigma" else change
             matrix[rows] = (old + size * change).to(matrix)
             found[name] = as_stored(module, matrix)
         return found

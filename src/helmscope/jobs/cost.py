@@ -143,7 +143,10 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
 
 
 def measurement_cost(spec: MeasurementSpec) -> Estimate:
-    """The time of all measurements of a model, counted in forwards, and that of a forward from a few texts."""
+    """The time of all measurements of a model, counted in forward passes, and that of a forward pass from a few
+    texts.
+    """
+    from helmscope.observe.interventions import intervention_measurements
     from helmscope.observe.measure import (
         REPLAY_FORWARDS,
         standalone_measurements,
@@ -152,11 +155,12 @@ def measurement_cost(spec: MeasurementSpec) -> Estimate:
     )
 
     subject = spec.subject()
-    few = subject.recording_of(subject.texts[:SAMPLE_SYSTEMS])
-    reasons = unsupported_measurements(few)
-    names = [name for name in reasons if (name in spec.only if spec.only else reasons[name] is None)]
+    few = subject.record(subject.texts[:SAMPLE_SYSTEMS])
+    reasons = unsupported_measurements(few, only=spec.possible)
+    names = [name for name in reasons if spec.only or reasons[name] is None]
     streamed = any(each.name in names for each in streaming_instruments())
-    standalone = sum(each.cost(quick=spec.quick) for each in standalone_measurements() if each.name in names)
+    chosen = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
+    standalone = sum(each.cost(few, quick=spec.quick) for each in chosen)
     forwards = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + standalone
     forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
     size = subject_size(subject)
@@ -301,7 +305,7 @@ def _overview_seconds(spec: SimulationSpec, problem: Problem, times: int) -> flo
     def overview_seconds(count: int) -> float:
         clock = problem.times.new_tensor(range(count))
         cloud = Trajectory(clock, problem.start.expand(count, *problem.start.shape))
-        return _seconds(lambda: overview(cloud, beta=spec.beta, delta=spec.delta, radius=spec.radius))
+        return _seconds(lambda: overview(cloud, beta=spec.beta, delta=spec.delta, max_angle=spec.max_angle))
 
     overview_seconds(1)  # the first call takes longer
     first = overview_seconds(1)

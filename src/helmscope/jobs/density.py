@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 DEGREES = {2: 64, 3: 32}  # the default degree, by dimension; 64 for zonal densities
 ZONAL_DEGREE = 64
 ATTENTION_DEFAULTS = {"beta": 4.0, "value": 1.0}
-FORCE_DEFAULTS = {"height": 1.0, "swirl": 0.0}
+FORCE_DEFAULTS = {"strength": 1.0, "swirl": 0.0}
 PROCESS = "chain"
-START_FIELDS = {"uniform": {"perturbation": 0.1, "mode": 1}, "vmf": {"kappa": 1.0}}
+START_FIELDS = {"uniform": {"perturbation": 0.1, "perturbation_degree": 1}, "vmf": {"kappa": 1.0}}
 
 
 class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
@@ -39,16 +39,16 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     ``times``: a list or "FROM:TO:COUNT".
 
     ``field`` is sa or usa with V = ``value`` I, none for pure diffusion, or force (the Fokker-Planck equation):
-    ``height`` h times the gradient of <x, e>, e the first axis, plus a rotation of speed ``swirl`` from the first axis
-    to the second, which zonal densities do not allow. Noise is isotropic of strength ``nu``, or has the strength
+    ``strength`` h times the gradient of <x, e>, e the first axis, plus a rotation of speed ``swirl`` from the first
+    axis to the second, which zonal densities do not allow. Noise is isotropic of strength ``nu``, or has the strength
     ``nu_axis`` along e, M = nu I + (nu_axis - nu) e e^T; its ``process`` is then chain, stratonovich, ito or
     divergence.
 
-    ``start`` is uniform with a perturbation, 1 + ``perturbation`` P_k(<x, e>) for the harmonic of degree k = ``mode``
-    along the first axis e, or vmf with concentration ``kappa`` around e. The density is a sum of harmonics up to
-    ``degree``: on the circle and on S^2 of all, with ``zonal`` of those that depend on <x, e> only, which is the only
-    choice, and the default, in more than three dimensions. With ``positive`` its logarithm is evolved. Steps have the
-    local error ``tol``.
+    ``start`` is uniform with a perturbation, 1 + ``perturbation`` P_k(<x, e>) for the harmonic of degree k =
+    ``perturbation_degree`` along the first axis e, or vmf with concentration ``kappa`` around e. The density is a sum
+    of harmonics up to ``degree``: on the circle and on S^2 of all, with ``zonal`` of those that depend on <x, e> only,
+    which is the only choice, and the default, in more than three dimensions. With ``positive`` its logarithm is
+    evolved. Steps have the local error ``tol``.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -61,14 +61,14 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     field: str = "sa"
     beta: float | None = None
     value: float | None = None
-    height: float | None = None
+    strength: float | None = None
     swirl: float | None = None
     nu: float = 0.1
     nu_axis: float | None = None
     process: str | None = None
     start: str = "uniform"
     perturbation: float | None = None
-    mode: int | None = None
+    perturbation_degree: int | None = None
     kappa: float | None = None
     dim: int = 2
     zonal: bool | None = None
@@ -82,14 +82,14 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         "field": lambda _, value: names.DENSITY_FIELDS.check(value),
         "beta": optional(number(at_least=0)),
         "value": optional(number()),
-        "height": optional(number()),
+        "strength": optional(number()),
         "swirl": optional(number()),
         "nu": number(at_least=0),
         "nu_axis": optional(number(at_least=0)),
         "process": optional(lambda _, value: names.PROCESSES.check(value)),
         "start": lambda _, value: names.DENSITY_STARTS.check(value),
         "perturbation": optional(number()),
-        "mode": optional(integer(1)),
+        "perturbation_degree": optional(integer(1)),
         "kappa": optional(number(at_least=0)),
         "dim": integer(2),
         "zonal": optional(boolean),
@@ -154,7 +154,7 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         if self.field == names.NONE:
             return None
         if self.field == names.FORCE:
-            force: AxisForce = names.DENSITY_FIELDS.load(self.field)(self.height, self.swirl)
+            force: AxisForce = names.DENSITY_FIELDS.load(self.field)(self.strength, self.swirl)
             return force
         attention: Attention = names.DENSITY_FIELDS.load(self.field)(
             self.beta, value=names.value_matrix(1.0 if self.value is None else self.value, self.dim)
@@ -243,9 +243,9 @@ def perturbed_uniform(spec: DensitySpec, grid: Grid) -> Density:
     from helmscope.geometry.harmonics import gegenbauer
     from helmscope.meanfield.density import Density
 
-    size, k = spec.perturbation or 0.0, spec.mode or 1
+    size, k = spec.perturbation or 0.0, spec.perturbation_degree or 1
     if k > grid.degree:
-        raise HelmscopeError(f"mode is {k}, but it must be at most degree, {grid.degree}")
+        raise HelmscopeError(f"perturbation_degree is {k}, but it must be at most degree, {grid.degree}")
 
     def values(x: Any) -> Any:
         return 1 + size * gegenbauer(x[..., 0].clamp(-1, 1), k, dim=grid.dim)[..., k]

@@ -12,6 +12,7 @@ import msgspec
 from helmscope.jobs import checks
 from helmscope.jobs.checks import Check, boolean, integer, list_of, optional
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
+from helmscope.jobs.names import INTERVENTIONS, MEASUREMENTS
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError, check_name, check_seed, pluralized
@@ -35,8 +36,9 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
 
     ``texts`` is a file with one text per line or a JSON list; by default those that come with the package. The first
     ``text_count`` of them are used, each cut to its first ``tokens`` tokens: 64 texts of 128 tokens, with ``quick`` 32
-    of 64, where those that sample also take smaller samples. ``only`` selects measurements by name; by default all that
-    the model supports. ``seed`` draws the samples.
+    of 64, where those that sample also take smaller samples. ``interventions`` takes the measurements that run the
+    model under many edits instead (``hs.observe.intervention_names()``), by default on 32 texts of 64 tokens. ``only``
+    selects measurements by name; by default all that the model supports. ``seed`` draws the samples.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -51,6 +53,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     text_count: int | None = None
     tokens: int | None = None
     only: tuple[str, ...] = ()
+    interventions: bool = False
     quick: bool = False
     seed: int = 0
     device: str = "cpu"
@@ -62,15 +65,27 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         "text_count": optional(integer(1)),
         "tokens": optional(integer(2)),
         "only": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
+        "interventions": boolean,
         "quick": boolean,
         "seed": lambda _, value: check_seed(value),
         "device": checks.text,
     }
 
     def _complete(self) -> None:
+        if self.interventions and self.only:
+            raise HelmscopeError("interventions is true and only is given, but only one of them can choose: omit one")
         for name, (full, quick) in (("text_count", TEXTS), ("tokens", TOKENS)):
             if getattr(self, name) is None:
-                self._set(name, quick if self.quick else full)
+                self._set(name, quick if self.quick or self.interventions else full)
+
+    @property
+    def possible(self) -> tuple[str, ...]:
+        """The names of the measurements that are taken of a model that supports all.
+
+        >>> MeasurementSpec(only=["depth_steps"]).possible
+        ('depth_steps',)
+        """
+        return self.only or (INTERVENTIONS if self.interventions else MEASUREMENTS)
 
     def subject(self) -> Subject:
         """The model with its texts, cut to their first tokens.
@@ -116,21 +131,21 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     def prepare(self) -> MeasurementJob:
         """Return the job, with one unit for all streaming instruments and one for each standalone measurement."""
         from helmscope.jobs.cost import subject_size
-        from helmscope.observe.measure import measurement_names, streaming_instruments, unsupported_measurements
+        from helmscope.observe.measure import streaming_instruments, unsupported_measurements
         from helmscope.types import check_memory
 
         for name in self.only:
-            check_name("measurement", name, measurement_names())
+            check_name("measurement", name, (*MEASUREMENTS, *INTERVENTIONS))
         subject = self.subject()
         size = subject_size(subject)
         amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
         check_memory(f"model is '{self.model}' with {amounts}", size.bytes // 8)
-        reasons = unsupported_measurements(subject.recording)
+        reasons = unsupported_measurements(subject.recording, only=self.possible)
         for name in self.only:
             reason = reasons[name]
             if reason is not None:
                 raise HelmscopeError(reason)
-        names = [name for name in reasons if (name in self.only if self.only else reasons[name] is None)]
+        names = [name for name in reasons if reasons[name] is None]
         streamed = [each.name for each in streaming_instruments() if each.name in names]
         groups = ({REPLAY: streamed} if streamed else {}) | {name: [name] for name in names if name not in streamed}
         shared = {"subject": subject.as_data(), "identity": subject.identity, "quick": self.quick, "seed": self.seed}
@@ -147,11 +162,11 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
             device=self.device,
             inputs={subject.name: subject.identity},
             parameters={name: value for name, value in self.fields.items() if name not in ("seed", "device")},
-            skipped={name: reason for name, reason in reasons.items() if reason is not None and name not in self.only},
+            skipped={name: reason for name, reason in reasons.items() if reason is not None},
         )
 
     def estimate(self) -> Estimate:
-        """Estimate the time on one core, in forwards of the model that each measurement takes, and the memory."""
+        """Estimate the time on one core, in forward passes of the model that each measurement takes, and the memory."""
         from helmscope.jobs.cost import measurement_cost
 
         return measurement_cost(self)
@@ -254,7 +269,6 @@ class MeasurementJob(Job):
     def execute(self, work: Work) -> MeasurementResult:
         """Run the units, and write one netCDF file and one table for each measurement, and a picture of all."""
         from helmscope.jobs.measured_table import csv_table
-        from helmscope.observe.measure import measurement_names
         from helmscope.plots.measurements import measurements_figure
         from helmscope.plots.style import png
 
@@ -263,7 +277,7 @@ class MeasurementJob(Job):
         failed = {
             unit.name: each.attrs[LEFT_OUT] for unit in self.units if LEFT_OUT in (each := results[unit.name]).attrs
         }
-        measured = {name: found[name] for name in measurement_names() if name in found}
+        measured = {name: found[name] for name in (*MEASUREMENTS, *INTERVENTIONS) if name in found}
         for name, each in measured.items():
             work.folder.write_results(name, each)
             work.folder.write_bytes(f"{name}.csv", csv_table(each))

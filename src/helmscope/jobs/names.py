@@ -122,8 +122,8 @@ MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "f
 MEASUREMENTS = (
     "kernel_statistics",
     "attention_drift",
-    "attention_noise",
-    "drift_and_swirl",
+    "attention_diffusion",
+    "mlp_force",
     "arc_length",
     "depth_steps",
     "mlp_weights",
@@ -132,7 +132,7 @@ MEASUREMENTS = (
     "effective_beta",
     "transport_ratio",
     "context_noise",
-    "attention_noise_spectrum",
+    "attention_diffusion_spectrum",
     "attention_surface_divergence",
     "mlp_jacobian",
     "free_energy_along_depth",
@@ -140,10 +140,27 @@ MEASUREMENTS = (
     "mlp_entropy_change",
     "generator_test",
     "layer_whitening",
-    "depth_flow",
-    "jko_layer",
+    "perturbation_growth",
+    "jko_step_test",
     "mobility_test",
-    "mlp_projection",
+    "mlp_swirl_bound",
+)
+# observe.intervention_names()
+INTERVENTIONS = (
+    "query_key_noise",
+    "query_key_noise_by_layer",
+    "query_key_change_damage",
+    "query_key_metric",
+    "holonomy_defect",
+    "attention_sinks",
+    "sink_constancy",
+    "sink_damage",
+    "layer_ablation_damage",
+    "head_ablation_damage",
+    "fourier_band_damage",
+    "attention_temperature_damage",
+    "loss_gradient_cosine",
+    "cloud_projection",
 )
 
 

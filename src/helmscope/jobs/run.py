@@ -64,16 +64,16 @@ def run(
     allow_mixed: bool = False,
     command: Sequence[str] | None = None,
 ) -> Result:
-    """Run a spec and return its result: a ``SimulationResult``, ``DensityResult``, ``PhaseResult``, ``TrialsResult`` or
-    ``ReportResult``. The command line writes the same bytes.
+    """Run a spec and return its result: a ``SimulationResult``, ``DensityResult``, ``PhaseResult``,
+    ``MeasurementResult``, ``TrialsResult`` or ``ReportResult``. The command line writes the same bytes.
 
     ``folder`` is a new or empty folder, by default runs/JOB-DATE-TIME; spec.toml is written there with the results.
     With ``resume`` it is the folder of an interrupted run, which is continued; if that run was started with another
     spec, or with other versions, another CPU or number of threads (unless ``allow_mixed``), a ``HelmscopeError`` says
-    so. ``engine`` is ``Serial()`` (the default), ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
-    ``show_progress`` prints progress on standard error; by default a long run shows a bar on a terminal or in a
-    notebook, and with False it shows nothing. ``command`` is the command line stored in the manifest, by
-    default that of this process. Arguments are checked before a folder is created.
+    so. ``engine`` is ``Serial()`` (the default), ``Processes(workers)`` or ``Ray(workers)``; results do not depend on
+    it. ``show_progress`` prints progress on standard error; by default a long run shows a bar on a terminal or in a
+    notebook, and with False it shows nothing. ``command`` is the command line stored in the manifest, by default that
+    of this process. Arguments are checked before a folder is created.
 
     >>> import tempfile
     >>> from helmscope.jobs import PhaseSpec

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DETERMINISTIC_STEP = 0.05
 UNITS = 8
-OVERVIEW_FIELDS = ("delta", "radius", "chunk")  # do not affect the states
+OVERVIEW_FIELDS = ("delta", "max_angle", "chunk")  # do not affect the states
 
 
 class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
@@ -37,8 +37,8 @@ class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
 
     ``stepper`` defaults to adaptive, with local error ``tol``, or with noise to euler-maruyama; all others use the step
     size ``step``, which defaults to 0.05, or with noise to 0.02, the step size of ``integrate``. Tokens closer than
-    ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the overview. A unit of work has ``chunk``
-    systems, by default an eighth of the batch.
+    ``merge`` radians are merged. ``delta`` and ``max_angle`` are parameters of the overview. A unit of work has
+    ``chunk`` systems, by default an eighth of the batch.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -65,7 +65,7 @@ class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
     merge: float | None = None
     summation: str = names.AUTO
     delta: float = 1e-3
-    radius: float = 0.1
+    max_angle: float = 0.1
     chunk: int | None = None
     seed: int = 0
     dtype: str = "float64"
@@ -90,7 +90,7 @@ class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
         "merge": optional(number(at_least=0)),
         "summation": lambda _, value: names.SUMMATIONS.check(value),
         "delta": number(at_least=0),
-        "radius": number(at_least=0),
+        "max_angle": number(at_least=0),
         "chunk": optional(integer(1)),
         "seed": lambda _, value: check_seed(value),
         "dtype": lambda _, value: names.DTYPES.check(value),
@@ -145,7 +145,7 @@ class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
 
     @property
     def state_parameters(self) -> dict[str, Any]:
-        """The fields that the states depend on: all except ``delta``, ``radius`` and ``chunk``.
+        """The fields that the states depend on: all except ``delta``, ``max_angle`` and ``chunk``.
 
         >>> "delta" in SimulationSpec().state_parameters
         False
@@ -308,7 +308,7 @@ class SimulateJob(Job):
         if not outcome.ok:
             return SimulationResult(**fields)
         bar = ProgressBar("measuring") if work.show_progress else None
-        measured = overview(trajectory, beta=spec.beta, delta=spec.delta, radius=spec.radius, progress=bar)
+        measured = overview(trajectory, beta=spec.beta, delta=spec.delta, max_angle=spec.max_angle, progress=bar)
         folder.write_results("overview", measured)
         noisy = f", nu = {spec.nu:g}" if spec.nu else ""
         name = type(self.problem.field).__name__

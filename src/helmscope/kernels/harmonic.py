@@ -230,7 +230,7 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
         raise HelmscopeError(f"tol is {tol:g}, but it must be at least 1e-16, the size of rounding errors")
     if dim not in (2, 3):
         raise HelmscopeError(f"dim is {dim}, but it must be 2 (the circle) or 3 (S^2) for harmonic sums")
-    return exponential_degree(beta, dim=dim, tolerance=tol)
+    return exponential_degree(beta, dim=dim, tol=tol)
 
 
 _cached_degree = lru_cache(maxsize=256)(harmonic_degree)

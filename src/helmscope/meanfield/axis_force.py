@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AxisForce(Field):
     """A force along an axis with a rotation: x' = P_x (h e) + s J x = grad_S U + R, with U = h <x, e>, e the first
-    axis, h = ``height``, s = ``swirl``, and J the rotation from the first axis to the second.
+    axis, h = ``strength``, s = ``swirl``, and J the rotation from the first axis to the second.
 
     With noise nu I and no swirl its stationary density is ~ e^{h <x, e> / nu}. R = s J x is free of divergence, but
     does work: <R, grad U> = -h s x_2, so that the free energy need not fall. Raises ``HelmscopeError`` unless both are
     finite.
 
-    >>> AxisForce(height=2.0, swirl=1.0)(torch.tensor([[0.0, 1.0]]))
+    >>> AxisForce(strength=2.0, swirl=1.0)(torch.tensor([[0.0, 1.0]]))
     tensor([[1., 0.]])
     """
 
-    height: float = 1.0
+    strength: float = 1.0
     swirl: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("height", "swirl"):
+        for name in ("strength", "swirl"):
             object.__setattr__(self, name, check_real(name, getattr(self, name)))
 
     @property
@@ -47,7 +47,7 @@ class AxisForce(Field):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """h e + s J x, before projection."""
-        first, second = self.height - self.swirl * x[..., 1:2], self.swirl * x[..., :1]
+        first, second = self.strength - self.swirl * x[..., 1:2], self.swirl * x[..., :1]
         return torch.cat([first, second, torch.zeros_like(x[..., 2:])], -1)
 
     def velocity(
@@ -59,7 +59,7 @@ class AxisForce(Field):
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """U = h <x, e>.
 
-        >>> AxisForce(height=2.0).potential(torch.eye(2))
+        >>> AxisForce(strength=2.0).potential(torch.eye(2))
         tensor([2., 0.])
         """
-        return self.height * x[..., 0]
+        return self.strength * x[..., 0]

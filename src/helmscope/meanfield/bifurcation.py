@@ -305,7 +305,7 @@ def _needed_degree(field: SA | USA, nu: float, dim: int) -> int:
         raise HelmscopeError(
             f"nus starts at {nu:g}, but there the density is as concentrated as e^({kappa:.3g} <x, e>)"
         )
-    needed = max(exponential_degree(size, dim=dim, tolerance=1e-12) for size in (abs(beta), kappa))
+    needed = max(exponential_degree(size, dim=dim, tol=1e-12) for size in (abs(beta), kappa))
     return math.ceil(MARGIN * needed) + 8
 
 

@@ -51,14 +51,14 @@ def sphere_committor(
     a: Cap,
     b: Cap,
     nu: float,
-    tolerance: float = 1e-9,
+    tol: float = 1e-9,
     max_degree: int = 128,
 ) -> Float[Tensor, " n"]:
     """The probability that the process with drift ``field`` and noise nu > 0 reaches the cap b before a, at points of
     S^2, in float64.
 
     ``field`` is the drift of one particle, also with swirl. The degree in t, with twice as many waves in phi, is
-    doubled from 16 until the last eighth of the coefficients of q is below ``tolerance``, and at most to
+    doubled from 16 until the last eighth of the coefficients of q is below ``tol``, and at most to
     ``max_degree``. Raises ``HelmscopeError`` if that does not suffice, as where nu is small compared with the drift or
     the caps almost touch; for caps that overlap or touch; and for a field that depends on time or on other tokens.
 
@@ -68,7 +68,7 @@ def sphere_committor(
     >>> sphere_committor(upward, x, a=Cap(-north, height=0.8), b=Cap(north, height=0.8), nu=0.5)
     tensor([0.8640], dtype=torch.float64)
     """
-    nu, tolerance = check_real("nu", nu, above=0), check_real("tolerance", tolerance, above=0)
+    nu, tol = check_real("nu", nu, above=0), check_real("tol", tol, above=0)
     max_degree = check_integer("max_degree", max_degree, at_least=FIRST_DEGREE)
     points, drift = check_between_caps(field, x, a, b, dim=3)
     coordinates = BetweenCaps.of(a, b)
@@ -76,13 +76,13 @@ def sphere_committor(
     while degree <= max_degree:
         values = _solve(drift, coordinates, nu, degree)
         series = None if values is None else _series(values)
-        if series is not None and _tail(series) <= tolerance:
+        if series is not None and _tail(series) <= tol:
             q = _evaluate(series, coordinates, points)
             q[a.contains(points)], q[b.contains(points)] = 0.0, 1.0
             return q.clamp(0.0, 1.0).to(x.device)
         degree *= 2
     raise HelmscopeError(
-        f"nu is {nu:g}, but the committor is not resolved to {tolerance:g} with max_degree={max_degree}: use a larger "
+        f"nu is {nu:g}, but the committor is not resolved to {tol:g} with max_degree={max_degree}: use a larger "
         "nu or max_degree, or caps farther apart"
     )
 
@@ -134,7 +134,7 @@ class BetweenCaps:
     def points(
         self, t: Float[Tensor, " m"], phi: Float[Tensor, " m"]
     ) -> tuple[Float[Tensor, "m 3"], Float[Tensor, "m 3"], Float[Tensor, "m 3"]]:
-        """The points x, and their derivatives by t and by phi."""
+        """The points x, and their derivatives with respect to t and phi."""
         down, up, cos, sin = (f[:, None] for f in ((-t).exp(), t.exp(), phi.cos(), phi.sin()))
         y = down * self.pole_a + up * self.pole_b + cos * self.side_1 + sin * self.side_2
         x = y[:, :3] / y[:, 3:]

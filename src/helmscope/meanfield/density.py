@@ -126,7 +126,7 @@ class Density(Plottable):
             if isinstance(grid, ZonalGrid) and not torch.equal(given, axis):
                 raise HelmscopeError(f"center is {short_repr(center)}, but on a ZonalGrid it must be the first axis")
             axis = given
-        needed = exponential_degree(kappa, dim=grid.dim, tolerance=RESOLUTION)
+        needed = exponential_degree(kappa, dim=grid.dim, tol=RESOLUTION)
         if needed > grid.degree:
             raise HelmscopeError(
                 f"degree is {grid.degree}, but a density with kappa={kappa:g} needs a grid with degree={needed} or more"

@@ -170,7 +170,7 @@ class Grid(ConciseRepr, ABC):
         Traceback (most recent call last):
         helmscope.types.HelmscopeError: degree is 8, but a kernel with beta=8 needs a grid with degree=... or more
         """
-        needed = exponential_degree(abs(beta), dim=self.dim, tolerance=RESOLVED)
+        needed = exponential_degree(abs(beta), dim=self.dim, tol=RESOLVED)
         if needed > self.degree:
             raise HelmscopeError(f"degree is {self.degree}, but {name} needs a grid with degree={needed} or more")
 

@@ -13,6 +13,7 @@ the law e^{-V / nu}, for every tau.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -62,10 +63,10 @@ def gaussian_jko_step(
     m = gaussian.mean
     c = torch.zeros_like(m) if center is None else check_vector("center", center, len(m))
     steps = QuadraticSteps.of(check_symmetric("stiffness", stiffness, len(m)), nu)
-    covariance, squared = steps.covariance(gaussian.covariance, tau)
+    found = steps.step(gaussian.covariance, tau)
     mean = c + steps.solved(m - c, tau)
-    distance = float(squared + (mean - m).square().sum()) ** 0.5
-    return GaussianStep(Gaussian(mean, covariance), distance)
+    distance = float(found.squared_distance + (mean - m).square().sum()) ** 0.5
+    return GaussianStep(Gaussian(mean, found.covariance), distance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +74,8 @@ class QuadraticSteps:
     """Steps of any size for one energy nu Ent + int V: the eigenvalues and eigenvectors of the stiffness of V, which
     all of them need, and ``nu``.
 
-    >>> steps = QuadraticSteps.of(torch.tensor([[1.5]]).double(), 0.4)
-    >>> steps.covariance(torch.tensor([[1.69]]).double(), 0.1)[0].sqrt()
-    tensor([[1.1604]], dtype=torch.float64)
+    >>> QuadraticSteps.of(torch.tensor([[1.5]]).double(), 0.4).solved(torch.ones(1).double(), 2.0)
+    tensor([0.2500], dtype=torch.float64)
     """
 
     values: Float[Tensor, " d"]
@@ -95,24 +95,19 @@ class QuadraticSteps:
         return self.vectors @ ((self.vectors.mT @ vector) / self._stretched(tau))
 
     @full_precision
-    def covariance(self, old: Float[Tensor, "d d"], tau: float) -> tuple[Float[Tensor, "d d"], float]:
-        """C' after a step from the covariance ``old``, and the squared W2 between laws of the same mean with both,
+    def step(self, old: Float[Tensor, "d d"], tau: float) -> CovarianceStep:
+        """The step of size ``tau`` from the covariance ``old``.
 
-        tr((A - I) C' (A - I)) = tau^2 (tr(K C' K) - 2 nu tr K + nu^2 tr C'^{-1}).
+        >>> steps = QuadraticSteps.of(torch.tensor([[1.5]]).double(), 0.4)
+        >>> steps.step(torch.tensor([[1.69]]).double(), 0.1).covariance.sqrt()
+        tensor([[1.1604]], dtype=torch.float64)
         """
-        stretched, nu = self._stretched(tau), self.nu
-        scale = stretched.rsqrt().unsqueeze(-1)  # M^(-1/2) along the eigenvectors of K, in whose coordinates all is
-        excess, axes = torch.linalg.eigh(scale * (self.vectors.mT @ old @ self.vectors) * scale.mT)
-        excess = excess.clamp(min=0)  # S - 2 tau nu
-        spread = (excess + 2 * tau * nu + (excess * (excess + 4 * tau * nu)).sqrt()) / 2
-        factor = self.vectors @ (scale * axes)
-        new = (factor * spread) @ factor.mT
-        new = (new + new.mT) / 2
-        squares = axes.square()
-        squared = (self.values.square() / stretched) @ squares @ spread
-        if nu > 0:
-            squared = squared - 2 * nu * self.values.sum() + nu**2 * (stretched @ (squares / spread)).sum()
-        return new, float(tau**2 * squared.clamp(min=0))
+        stretched, shift = self._stretched(tau), 2 * tau * self.nu
+        scale, along = stretched.rsqrt(), self.vectors.mT @ old @ self.vectors
+        excess, axes = torch.linalg.eigh(scale.unsqueeze(-1) * along * scale)
+        excess = excess.clamp(min=0)
+        spread = (excess + shift + (excess * (excess + 2 * shift)).sqrt()) / 2
+        return CovarianceStep(self, tau, along, scale, excess, axes, spread)
 
     def _stretched(self, tau: float) -> Float[Tensor, " d"]:
         """The eigenvalues of M; raises ``HelmscopeError`` unless all are above 0."""
@@ -124,3 +119,53 @@ class QuadraticSteps:
                 "or the step has no minimum"
             )
         return stretched
+
+
+@dataclass(frozen=True, eq=False)
+class CovarianceStep:
+    """The covariance C' = N Y N after a step from C, N = M^{-1/2}, in the coordinates of the eigenvectors of K: ``old``
+    is C, ``scale`` the diagonal of N, ``excess`` and ``axes`` the eigenvalues and eigenvectors of B = N C N, and
+    ``spread`` the eigenvalues of Y, y = (b + 2 e + (b (b + 4 e))^{1/2}) / 2 with e = tau nu.
+
+    >>> step = QuadraticSteps.of(torch.zeros(1, 1).double(), 1.0).step(torch.ones(1, 1).double(), 2.0)
+    >>> step.covariance, step.squared_distance  # s' = (1 + 3) / 2
+    (tensor([[4.]], dtype=torch.float64), 1.0)
+    """
+
+    steps: QuadraticSteps
+    tau: float
+    old: Float[Tensor, "d d"]
+    scale: Float[Tensor, " d"]
+    excess: Float[Tensor, " d"]
+    axes: Float[Tensor, "d d"]
+    spread: Float[Tensor, " d"]
+
+    @cached_property
+    @full_precision
+    def covariance(self) -> Float[Tensor, "d d"]:
+        """C'."""
+        factor = self.steps.vectors @ (self.scale.unsqueeze(-1) * self.axes)
+        new: Tensor = (factor * self.spread) @ factor.mT
+        return (new + new.mT) / 2
+
+    @property
+    def log_det(self) -> float:
+        """log det C'.
+
+        >>> QuadraticSteps.of(torch.zeros(1, 1).double(), 0.0).step(torch.ones(1, 1).double(), 2.0).log_det
+        0.0
+        """
+        return float(self.spread.log().sum() + 2 * self.scale.log().sum())
+
+    @cached_property
+    @full_precision
+    def squared_distance(self) -> float:
+        """The squared W2 between laws of the same mean with C and C',
+
+        tr((A - I) C' (A - I)) = tau^2 (tr(K C' K) - 2 nu tr K + nu^2 tr C'^{-1}).
+        """
+        values, nu, squares = self.steps.values, self.steps.nu, self.axes.square()
+        found = (values * self.scale).square() @ squares @ self.spread
+        if nu > 0:
+            found = found - 2 * nu * values.sum() + nu**2 * (self.scale**-2 @ (squares / self.spread)).sum()
+        return float(self.tau**2 * found.clamp(min=0))

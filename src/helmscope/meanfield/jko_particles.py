@@ -76,7 +76,7 @@ def particle_jko_step(
     transported: Field | Callable[[Tensor], Tensor] | Float[Tensor, " n"] | None = None,
     compensate: bool = False,
     cost: Cost | None = None,
-    tolerance: float = 1e-9,
+    tol: float = 1e-9,
     max_iterations: int = 10_000,
     progress: ProgressOption = None,
 ) -> ParticleStep:
@@ -92,7 +92,7 @@ def particle_jko_step(
     field that attends, and cannot for weights.
 
     Beyond 2^22 pairs the matrix of costs is not stored. The iteration ends when the weights change by less than
-    ``tolerance``, or after ``max_iterations`` with ``converged`` False. The entropy biases the result, by an amount of
+    ``tol``, or after ``max_iterations`` with ``converged`` False. The entropy biases the result, by an amount of
     order epsilon, or epsilon^2 with ``compensate``; see the module. Raises ``HelmscopeError`` for weights that are
     negative or do not sum to 1, volumes that are not positive, nu < 0, tau or epsilon <= 0, and epsilon > 4 tau nu with
     ``compensate``.
@@ -113,7 +113,7 @@ def particle_jko_step(
         raise HelmscopeError(f"points has shape {tuple(y.shape)}, but it must be (n, d)")
     nu, tau = isotropic_nu(noise), check_real("tau", tau, above=0)
     warn_if_counted_twice(transported, nu)
-    epsilon, tolerance = check_real("epsilon", epsilon, above=0), check_real("tolerance", tolerance, above=0)
+    epsilon, tol = check_real("epsilon", epsilon, above=0), check_real("tol", tol, above=0)
     max_iterations = check_integer("max_iterations", max_iterations, at_least=1)
     if compensate and epsilon > 4 * tau * nu:
         raise HelmscopeError(
@@ -139,10 +139,10 @@ def particle_jko_step(
         previous, b = b, torch.exp(log_q + (s + g) / epsilon)
         error = float((b - previous).abs().sum())
         report(done / max_iterations)
-        if error <= tolerance:
+        if error <= tol:
             break
     mean_cost = costs.mean_cost(log_q + g / epsilon, epsilon=epsilon)[1]
-    return ParticleStep(b / b.sum(), float(a @ mean_cost), done, error, error <= tolerance)
+    return ParticleStep(b / b.sum(), float(a @ mean_cost), done, error, error <= tol)
 
 
 def _transport(

@@ -69,11 +69,11 @@ class Whitening:
 
 
 @full_precision
-def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tolerance: float = 1e-10) -> Whitening:
+def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tol: float = 1e-10) -> Whitening:
     """Whiten the drift -S x with S = ``stiffness`` by a constant, symmetric Sigma = ``diffusion`` >= 0, in float64.
 
     The coordinates are x = Sigma^{1/2} y if Sigma is regular, else those of its range. ``gives_gradient_flow`` says
-    whether S' is symmetric and, for a singular Sigma, whether S maps its range into itself, relative to ``tolerance``.
+    whether S' is symmetric and, for a singular Sigma, whether S maps its range into itself, relative to ``tol``.
     Raises ``HelmscopeError`` for matrices of other shapes, and for a Sigma that is not symmetric, negative or 0.
 
     >>> S, Sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]), torch.diag(torch.tensor([1.0, 4.0]))
@@ -84,7 +84,7 @@ def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, 
     True
     """
     s, covariance, values, vectors = _check_matrices(stiffness, diffusion)
-    tolerance = check_real("tolerance", tolerance, at_least=0)
+    tol = check_real("tol", tol, at_least=0)
     kept = values > SINGULAR * values[-1]
     axes, roots = vectors[:, kept], values[kept].sqrt()
     white = (axes.mT @ s @ axes) / roots[:, None] * roots
@@ -102,13 +102,11 @@ def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, 
         float((s @ covariance - covariance @ s).norm()) / size,
         float((s @ covariance - covariance @ s.mT).norm()) / size,
         leak,
-        max(after, leak) <= tolerance,
+        max(after, leak) <= tol,
     )
 
 
-def is_gradient_flow(
-    stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tolerance: float = 1e-10
-) -> bool:
+def is_gradient_flow(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, tol: float = 1e-10) -> bool:
     """Whether the drift -S x carries the mobility Sigma, -S x = -Sigma grad Phi(x): whether S Sigma is symmetric, and S
     maps the range of Sigma into itself. Then, and only then, the law of the process descends F = Ent + int Phi in the
     Wasserstein metric with mobility Sigma.
@@ -117,7 +115,7 @@ def is_gradient_flow(
     >>> is_gradient_flow(S, Sigma), is_gradient_flow(Sigma @ S, Sigma), is_gradient_flow(S, torch.eye(2))
     (False, True, True)
     """
-    return whiten(stiffness, diffusion, tolerance=tolerance).gives_gradient_flow
+    return whiten(stiffness, diffusion, tol=tol).gives_gradient_flow
 
 
 @full_precision

@@ -135,7 +135,7 @@ def ablated_training_history() -> xr.Dataset:
 
     By arm, depth (every half-layer) and prompt (64 bundled texts), on the theory's sphere and without the first
     token: ``aligned_pair_share``, the share of inner products above 0.8, 0.9 and 0.99, and their mean,
-    ``inner_product``, over pairs of different token ids at least 16 positions apart; ``participation_ratio`` and
+    ``mean_inner_product``, over pairs of different token ids at least 16 positions apart; ``participation_ratio`` and
     ``effective_rank``; ``collapse_residual_frobenius``, the relative distance to the mean token. By arm:
     ``validation_loss``. Of the whole model, by layer and prompt: ``antisymmetric_share`` (the antisymmetric share of
     the MLP's Jacobian), ``gate_sparsity`` (pre-activations below 0) and ``closed_gate_share`` (GELU derivatives below

@@ -231,7 +231,7 @@ def mlp_line(anatomy: Anatomy, probes: list[LayerTrace]) -> tuple[Line, tuple[Fo
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
             forces.append(None)
             continue
-        force = ForceAfterNorm(read.force, layer.mlp_norm, layer.wiring.scale(Site.MLP))
+        force = ForceAfterNorm(read.force, layer.mlp_norm, layer.wiring.scale(Site.MLP), read.modules)
         expected = force.scale * read.written.double()
         gaps.append(relative(force.folded().ambient(mlp_points(layer, probe, read.read)), expected))
         if _norm_in_float32(layer, probe):

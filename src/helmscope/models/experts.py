@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from helmscope.fields.norms import Norm
+    from helmscope.models.mlp_capture import MlpModules
     from helmscope.models.probe import ModuleCall
 
 Route = Callable[["Tensor"], tuple["Tensor", "Tensor"]]
@@ -87,7 +88,8 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ForceAfterNorm:
-    """A force with the model's weights, the norm before it and the residual multiplier.
+    """A force with the model's weights, the norm before it and the residual multiplier; ``modules`` are those of its
+    block that compute it, None for a mixture.
 
     They are folded together only on demand, since a folded force holds a copy of the weights.
     """
@@ -95,6 +97,7 @@ class ForceAfterNorm:
     force: Force | MixtureOfExperts
     norm: Norm | None
     scale: float
+    modules: MlpModules | None = None
 
     def folded(self) -> Any:
         """The force as a function of x = normalized(z) / sqrt(d)."""

@@ -43,8 +43,8 @@ _chunks: ContextVar[Mapping[int, Chunk]] = ContextVar("chunks", default=MappingP
 
 @contextmanager
 def current_chunk(model: nn.Module, chunk: Chunk) -> Iterator[None]:
-    """Context manager: within it, forwards of the model process the texts of ``chunk``, which all edits attached to it
-    receive, those of outer contexts too. An encoder and the model that contains it have separate chunks.
+    """Context manager: within it, forward passes of the model process the texts of ``chunk``, which all edits attached
+    to it receive, those of outer contexts too. An encoder and the model that contains it have separate chunks.
     """
     token = _chunks.set({**_chunks.get(), id(model): chunk})
     try:
@@ -54,8 +54,8 @@ def current_chunk(model: nn.Module, chunk: Chunk) -> Iterator[None]:
 
 
 class _ForwardPass:
-    """The current forward: the number of the layer, its input ``pre``, the ``state`` to which the next write is added,
-    the texts, the edits and the observers.
+    """The current forward pass: the number of the layer, its input ``pre``, the ``state`` to which the next write is
+    added, the texts, the edits and the observers.
     """
 
     def __init__(self, anatomy: Anatomy, edits: Sequence[AbstractEdit], observers: Sequence[Observer]) -> None:
@@ -180,7 +180,7 @@ def _checked_replacement(new: Any, old: Tensor, edit: AbstractEdit, site: Site) 
 def hooked(
     anatomy: Anatomy, edits: Sequence[AbstractEdit] = (), observers: Sequence[Observer] = (), *, skip: int = 0
 ) -> Iterator[None]:
-    """Context manager: within it, every forward of the model runs under the edits, applied in their order, and the
+    """Context manager: within it, every forward pass of the model runs under the edits, applied in their order, and the
     observers receive the values after all of them.
 
     The first ``skip`` layers return their input and compute nothing, for an edit that puts in a state after them; they

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.models.premise import Simulated
 from helmscope.runs.unit import fingerprint
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError, type_with_article
 from helmscope.types.arguments import pluralized, short_repr
@@ -147,5 +147,5 @@ def split_prompts(
     if len(distinct) < 4:
         count = pluralized(len(distinct), "different prompt")
         raise HelmscopeError(f"texts holds {count}, but two halves need at least 4")
-    first, second = halves(len(distinct), seed=int(hash_of(prompts)[:8], 16))
+    first, second = random_halves(len(distinct), seed=int(hash_of(prompts)[:8], 16))
     return tuple(distinct[k] for k in first), tuple(distinct[k] for k in second)

@@ -47,8 +47,9 @@ class InputMatrix:
 
 def input_matrices(recording: Recording) -> tuple[dict[Site, InputMatrix], ...]:
     """W_Q, W_K and W_V of every layer, by the sites Site.QUERY, KEY and VALUE; keys and values have a matrix per key
-    head. Runs a few short forwards of one text. Raises HelmscopeError for a family outside the attention registry, and
-    where queries, keys or values are not outputs of one linear module, as with a norm of queries and keys.
+    head. Runs a few short forward passes of one text. Raises HelmscopeError for a family outside the attention
+    registry, and where queries, keys or values are not outputs of one linear module, as with a norm of queries and
+    keys.
 
     >>> from helmscope import record
     >>> matrices = input_matrices(record("A", ["Once upon a time"]))
@@ -102,7 +103,9 @@ def _matrix(
     inputs: dict[nn.Module, list[Tensor]],
     outputs: dict[nn.Module, Tensor],
 ) -> InputMatrix:
-    """The matrix that the labels name, if it gives the projection of the first token in a forward without labels."""
+    """The matrix that the labels name, if it gives the projection of the first token in a forward pass without
+    labels.
+    """
     refused = HelmscopeError(
         f"layer {layer} has a {site.value} that is not the output of one linear module inside attention, so that its "
         "matrix cannot be read"
@@ -118,10 +121,10 @@ def _matrix(
     weight = scale.to(weight) * weight[rows.to(weight.device)]
     bias = None if bias is None else scale.to(weight) * bias.to(weight)[rows.to(weight.device)]
     expected = plain.values[layer, site].to(weight)
-    tolerance = AGREES.get(plain.dtype, 3e-2) * expected.abs().max()
+    tol = AGREES.get(plain.dtype, 3e-2) * expected.abs().max()
     # a tied block is called in several layers: one of its inputs is that of this layer
     projected = (weight @ x.to(weight) + (0.0 if bias is None else bias) for x in inputs[module])
-    if not any(bool((each - expected).abs().max() <= tolerance) for each in projected):
+    if not any(bool((each - expected).abs().max() <= tol) for each in projected):
         raise refused
     return InputMatrix(weight, bias, module, rows)
 

@@ -1,4 +1,4 @@
-"""Observers that keep raw tensors of a forward: queries, keys, values, attention weights, writes and states."""
+"""Observers that keep raw tensors of a forward pass: queries, keys, values, attention weights, writes and states."""
 
 from __future__ import annotations
 

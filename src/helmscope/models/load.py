@@ -80,7 +80,10 @@ class LoadedModel:
     tokenizer_error: str | None = None
 
     def __repr__(self) -> str:
-        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        # the class of a tokenizer is one for all models
+        size = getattr(self.tokenizer, "vocab_size", None)
+        tokenizer = "no tokenizer" if self.tokenizer is None else "its tokenizer"
+        tokenizer += f" of {size:,} tokens" if isinstance(size, int) else ""
         origin = self.origin
         return (
             f"<LoadedModel {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"

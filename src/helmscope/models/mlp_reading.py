@@ -21,6 +21,7 @@ from helmscope.fields import activations
 from helmscope.fields.activations import Activation
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import MixtureOfExperts, read_experts
+from helmscope.models.mlp_capture import MlpModules
 from helmscope.models.probe import equal
 
 if TYPE_CHECKING:
@@ -36,11 +37,14 @@ Affine = tuple["Tensor", "Tensor | None"]
 
 @dataclass(frozen=True, eq=False)
 class ReadMLP:
-    """The force of an MLP before its norm is folded in, its input, and the output of its last matrix."""
+    """The force of an MLP before its norm is folded in, its input, the output of its last matrix, and the modules that
+    compute it.
+    """
 
     force: Force | MixtureOfExperts
     read: Float[Tensor, "batch n d"]
     written: Float[Tensor, "batch n d"]
+    modules: MlpModules | None = None
 
 
 def read_mlp(layer: LayerTrace, wiring: Wiring) -> ReadMLP | None:
@@ -61,10 +65,11 @@ def read_mlp(layer: LayerTrace, wiring: Wiring) -> ReadMLP | None:
     firsts = _first_matrices([call for call in calls if id(call.module) not in in_attention], last, layer.pre.shape[-1])
     if not firsts or firsts[0].input is None:
         return None
-    force = _fit_force(firsts, last, known)
-    if force is None:
+    fitted = _fit_force(firsts, last, known)
+    if fitted is None:
         return None
-    return ReadMLP(force, firsts[0].input.reshape(shape), last.output.reshape(shape))
+    force, modules = fitted
+    return ReadMLP(force, firsts[0].input.reshape(shape), last.output.reshape(shape), modules)
 
 
 def _before_norm(calls: list[ModuleCall], wiring: Wiring) -> ModuleCall:
@@ -92,36 +97,43 @@ def _first_matrices(calls: list[ModuleCall], last: ModuleCall, dim: int) -> list
     return same[-2:]
 
 
-def _fit_force(firsts: list[ModuleCall], last: ModuleCall, known: list[Activation]) -> Force | None:
-    """The field whose hidden activations equal the input of the last matrix; None if there is none."""
+def _fit_force(firsts: list[ModuleCall], last: ModuleCall, known: list[Activation]) -> tuple[Force, MlpModules] | None:
+    """The field whose hidden activations equal the input of the last matrix, and its modules; None if there is none."""
     w_out, b_out = affine_of(last.module)
     assert last.input is not None
     assert firsts[0].input is not None
     neurons, x = last.input, firsts[0].input
     parts = [affine_of(call.module) for call in firsts]
+    places = [(call.path, slice(None)) for call in firsts]
     width = w_out.shape[1]
     if len(parts) == 1 and parts[0][0].shape[0] == 2 * width:
         weight, bias = parts[0]
-        parts = [(weight[half], None if bias is None else bias[half]) for half in (slice(width), slice(width, None))]
-    forces: list[Force] = []
+        halves = slice(width), slice(width, None)
+        parts = [(weight[half], None if bias is None else bias[half]) for half in halves]
+        places = [(firsts[0].path, half) for half in halves]
+    forces: list[tuple[Force, MlpModules]] = []
     for activation in known:
         if len(parts) == 1:
-            forces.append(MLP(w_in=parts[0][0], b_in=parts[0][1], w_out=w_out, b_out=b_out, activation=activation))
+            mlp = MLP(w_in=parts[0][0], b_in=parts[0][1], w_out=w_out, b_out=b_out, activation=activation)
+            forces.append((mlp, MlpModules(tuple(places), last.path)))
         else:
             forces += [
-                GatedMLP(
-                    w_gate=gate[0],
-                    b_gate=gate[1],
-                    w_up=up[0],
-                    b_up=up[1],
-                    w_out=w_out,
-                    b_out=b_out,
-                    activation=activation,
+                (
+                    GatedMLP(
+                        w_gate=parts[gate][0],
+                        b_gate=parts[gate][1],
+                        w_up=parts[up][0],
+                        b_up=parts[up][1],
+                        w_out=w_out,
+                        b_out=b_out,
+                        activation=activation,
+                    ),
+                    MlpModules((places[gate], places[up]), last.path),
                 )
-                for gate, up in (parts, parts[::-1])
+                for gate, up in ((0, 1), (1, 0))
             ]
     wide = x.double()
-    errors = [float((force.neurons(wide) - neurons.double()).norm()) for force in forces]
+    errors = [float((force.neurons(wide) - neurons.double()).norm()) for force, _ in forces]
     best = min(range(len(forces)), key=errors.__getitem__)
     return forces[best] if errors[best] <= _fit_tolerance(x) * float(neurons.double().norm()) else None
 

@@ -30,7 +30,7 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
     ('LayerNorm', 1e-05, tensor([1., 1., 1., 1.]))
     """
     wide = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
-    tolerance = 1e-4 if wide == like.dtype else 3e-2
+    tol = 1e-4 if wide == like.dtype else 3e-2
     generator = torch.Generator("cpu").manual_seed(0)
     points = torch.randn(16, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu").to(like)
     with torch.no_grad():
@@ -45,11 +45,11 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
         gain, bias = _estimate_gain_and_bias(module, points, eps)
     if not bool(torch.isfinite(gain).all() and torch.isfinite(bias).all()):
         return None
-    gain = _nearest_parameter(module, gain.to(wide), (0, 1), tolerance)
-    bias = _nearest_parameter(module, bias.to(wide), (0,), tolerance)
-    centered = bool((image - shifted).norm() <= tolerance * image.norm())
+    gain = _nearest_parameter(module, gain.to(wide), (0, 1), tol)
+    bias = _nearest_parameter(module, bias.to(wide), (0,), tol)
+    centered = bool((image - shifted).norm() <= tol * image.norm())
     norm = LayerNorm(gain=gain, bias=bias, eps=eps) if centered else RMSNorm(gain=gain, eps=eps)
-    agrees = bool((norm(points.to(wide)) - image.to(wide)).norm() <= tolerance * image.norm())
+    agrees = bool((norm(points.to(wide)) - image.to(wide)).norm() <= tol * image.norm())
     return norm if agrees else None
 
 
@@ -104,12 +104,12 @@ def _estimate_gain_and_bias(
 
 
 def _nearest_parameter(
-    module: nn.Module, estimate: Float[Tensor, " d"], shifts: tuple[int, ...], tolerance: float
+    module: nn.Module, estimate: Float[Tensor, " d"], shifts: tuple[int, ...], tol: float
 ) -> Float[Tensor, " d"]:
     """The parameter of the module, plus a shift, nearest to the estimate; the estimate itself if none is near."""
     parameters = [p.detach().to(estimate) for p in module.parameters(recurse=False) if p.shape == estimate.shape]
     candidates = [shift + value for value in parameters for shift in shifts]
     gaps = [float((value - estimate).abs().max()) for value in candidates]
     best = min(range(len(candidates)), key=gaps.__getitem__, default=None)
-    is_near = best is not None and gaps[best] <= tolerance * float(estimate.abs().max())
+    is_near = best is not None and gaps[best] <= tol * float(estimate.abs().max())
     return candidates[best] if is_near and best is not None else estimate

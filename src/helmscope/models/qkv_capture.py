@@ -2,10 +2,10 @@
 
     P = q k^T,   A = softmax(S),   y = A v        with S = c P + terms that depend on positions only
 
-by intercepting the matrix products and the softmax of a forward. Values are captured but cannot be changed; that needs
-the registry. That S has this form is checked on two texts of the same length: the terms of masks and position biases
-are the same in both, so that S differs by c times the difference of P. Families that add other terms to their logits,
-such as DeBERTa, fail the check, and their q and k are not available.
+by intercepting the matrix products and the softmax of a forward pass. Values are captured but cannot be changed; that
+needs the registry. That S has this form is checked on two texts of the same length: the terms of masks and position
+biases are the same in both, so that S differs by c times the difference of P. Families that add other terms to their
+logits, such as DeBERTa, fail the check, and their q and k are not available.
 """
 
 from __future__ import annotations

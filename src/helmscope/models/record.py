@@ -18,8 +18,8 @@ from helmscope.models.hooks import hooked, locked_unedited
 from helmscope.models.keep import Keeper, KeptTensors
 from helmscope.models.load import LoadedModel, check_options, ensure_loaded
 from helmscope.models.paragraphs import texts_for
-from helmscope.models.place import PutState
 from helmscope.models.probe import base_model_of, no_cache, output_of, run, vocabulary_size
+from helmscope.models.put_state import PutState
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
 from helmscope.models.runner import Runner
@@ -57,9 +57,9 @@ def record(
 
     ``model`` is a bundled one ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``LoadedModel``;
     ``options`` are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of inputs of
-    the model's forward, such as a tokenizer returns; by default ``story_texts()`` for a bundled model and
+    the model's forward pass, such as a tokenizer returns; by default ``story_texts()`` for a bundled model and
     ``paragraph_texts()`` for any other. Padding and, if the tokenizer is known, special tokens take part in the forward
-    but have weight 0 in statistics. Padding on the left is moved to the right, and masks such as ``tokens=`` and
+    pass but have weight 0 in statistics. Padding on the left is moved to the right, and masks such as ``tokens=`` and
     ``keys=`` refer to the tokens as in ``recording.batch``; masked tokens inside a text are not moved.
 
     Attention is computed by the model's own eager code, bit for bit; n x n matrices are stored only on request
@@ -114,7 +114,7 @@ def _record_and_certify(
 ) -> Recording:
     name_phase("checking")
     longest = _longest_text(batch, loaded.model)
-    # before any other forward: some families change permanently when they read a short text
+    # before any other forward pass: some families change permanently when they read a short text
     untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
     prompts, first_token = _probed_tokens(batch)
     inputs = _probe_inputs(batch, loaded.model)
@@ -231,7 +231,9 @@ def _padding_line(batch: Batch, anatomy: Anatomy) -> Line | None:
 
 
 def _probe_lines(anatomy: Anatomy, probes: list[LayerTrace], batch: Batch, error: float) -> list[Line]:
-    """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward of the longest text."""
+    """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward pass of the longest
+    text.
+    """
     inputs = _probe_inputs(batch, anatomy.model)
     recorder = Recorder(anatomy, len(probes[0].pre))
     keeper = Keeper(KeptTensors.KERNELS, anatomy)
@@ -258,7 +260,7 @@ def _probe_lines(anatomy: Anatomy, probes: list[LayerTrace], batch: Batch, error
 
 
 def _lens_line(anatomy: Anatomy, stream: ResidualStream, inputs: dict[str, Tensor], outputs: Tensor) -> Line:
-    """Check that the recorded last state, put back into a forward, reproduces the model's output."""
+    """Check that the recorded last state, put back into a forward pass, reproduces the model's output."""
     depth = anatomy.depths.last
     put = PutState(depth, stream.at(depth), anatomy)
     with hooked(anatomy, [put], skip=put.skip):

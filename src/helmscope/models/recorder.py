@@ -110,7 +110,7 @@ class Recorder(Observer):
         self._sum = torch.empty(0, device="cpu")  # the expected value of the next state
 
     def recorded(self) -> tuple[ResidualStream, Float[Tensor, " layer"]]:
-        """The stream and the errors of each layer, after a forward."""
+        """The stream and the errors of each layer, after a forward pass."""
         assert self.stream is not None
         assert self.errors is not None
         return self.stream, self.errors

@@ -13,14 +13,22 @@ from helmscope.models.certify import certified_again
 from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keeper, KeepState, KeepWeights, KeptTensors
 from helmscope.models.names import layer_number
-from helmscope.models.place import FrozenTokens, PutState, check_states
+from helmscope.models.put_state import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import replay, unsupported_reason
 from helmscope.models.sites import AbstractEdit
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    Plottable,
+    Trajectory,
+    pluralized,
+    record_first,
+    short_repr,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -53,9 +61,9 @@ class Recording(Plottable):
     which the model was run. Methods that need values that are not stored run the model again under the same edits
     (``runner``). ``tokenizer`` is None if none was passed or loaded with the model.
 
-    The stored tensors have no gradients. ``logits`` and ``stream`` compute them on request by running the model again:
-    with ``gradients=True``, gradients flow to the model's parameters, to the tensors that edits use and to the
-    ``states`` of ``resume``.
+    The stored tensors have no gradients. ``logits`` and ``residual_stream`` compute them on request by running the
+    model again: with ``gradients=True``, gradients flow to the model's parameters, to the tensors that edits use and to
+    the ``states`` of ``resume``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -185,11 +193,11 @@ class Recording(Plottable):
             raise HelmscopeError(f"depth is {depth!r}, but this recording has depths {self.first} to {last}")
         return depth - self.first
 
-    def stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
+    def residual_stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
         """The residual stream at a depth, with its radius and mean; with ``gradients`` recomputed differentiably.
 
         >>> from helmscope import record
-        >>> record("A", ["Once upon a time"]).stream(depth=1).shape
+        >>> record("A", ["Once upon a time"]).residual_stream(depth=1).shape
         torch.Size([1, 4, 192])
         """
         self.certificate.require("trajectory")
@@ -249,12 +257,12 @@ class Recording(Plottable):
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
         multiplier. A norm after the MLP (sandwich) is not included.
 
-        Its value at ``points`` is what the module computes, before any edit of what it writes.
+        Its value at ``force_points`` is what the module computes, before any edit of what it writes.
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time", "The cat sat"])
         >>> force = recording.force(layer=4)
-        >>> type(force).__name__, force.ambient(recording.points(layer=4)).shape
+        >>> type(force).__name__, force.ambient(recording.force_points(layer=4)).shape
         ('MLP', torch.Size([2, 4, 192]))
         """
         self.certificate.require("force")
@@ -262,7 +270,7 @@ class Recording(Plottable):
         assert force is not None  # else `require` would have raised
         return force.folded()
 
-    def points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
+    def force_points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
         """The points at which ``force`` of the same layer equals the output of the MLP: normalized(z) / sqrt(d), where
         z is the input of its norm.
 
@@ -271,7 +279,7 @@ class Recording(Plottable):
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time", "The cat sat"])
-        >>> recording.points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
+        >>> recording.force_points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
         True
         """
         self.certificate.require("force")
@@ -303,7 +311,8 @@ class Recording(Plottable):
     def resumed_runner(
         self, *, depth: int, states: Float[Tensor, "batch n d"], frozen: Bool[Tensor, "batch n"] | None = None
     ) -> Runner:
-        """The runner with which ``resume`` runs the model, for own observers and for derivatives by ``states``.
+        """The runner with which ``resume`` runs the model, for own observers and for derivatives with respect to
+        ``states``.
 
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time"])
@@ -330,7 +339,7 @@ class Recording(Plottable):
         keep: KeptTensors = KeptTensors.NOTHING,
         progress: ProgressOption = None,
     ) -> Recording:
-        """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
+        """Record the same texts under further edits of the forward pass; ``keep`` and ``progress`` as for ``record``.
 
         For an encoder-decoder model, ``encoder`` is a further edit of its encoder, a list of them, or a recording made
         by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
@@ -338,10 +347,10 @@ class Recording(Plottable):
         Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
 
         >>> from helmscope import record
-        >>> from helmscope.models.place import PutState
+        >>> from helmscope.models.put_state import PutState
         >>> recording = record("A", ["Once upon a time"])
-        >>> state = PutState(0, 0 * recording.stream(depth=0), recording.anatomy)
-        >>> float(recording.under(state).stream(depth=0).abs().max())
+        >>> state = PutState(0, 0 * recording.residual_stream(depth=0), recording.anatomy)
+        >>> float(recording.under(state).residual_stream(depth=0).abs().max())
         0.0
         """
         edited_encoder = self._encoder_under(encoder)
@@ -428,7 +437,7 @@ class Recording(Plottable):
         if depth is None:
             return self.runner.outputs(rows=rows, gradients=gradients)
         self.certificate.require("lens over depth")
-        state = self.stream(depth=depth, gradients=gradients)
+        state = self.residual_stream(depth=depth, gradients=gradients)
         put = PutState(self.anatomy.depths.last, state, self.anatomy)
         return self.runner.under(put).outputs(rows=rows, gradients=gradients)
 
@@ -451,8 +460,10 @@ def check_recording(recording: object) -> Recording:
     >>> check_recording("A")
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording
+    helmscope.types.HelmscopeError: recording is a str, but it must be a Recording: record a model first, hs.record('A')
     """
     if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
+        raise HelmscopeError(
+            f"recording is {type_with_article(recording)}, but it must be a Recording{record_first(recording)}"
+        )
     return recording

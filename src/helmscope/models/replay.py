@@ -1,4 +1,4 @@
-"""Replay of a recording: one more forward of the model, in chunks of prompts, with all instruments attached."""
+"""Replay of a recording: one more forward pass of the model, in chunks of prompts, with all instruments attached."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.mlp_capture import MlpCapture
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recorder import ResidualStream
 from helmscope.models.sites import READ_AT, Observer, Site
@@ -45,7 +46,9 @@ def replay(recording: Recording, instruments: Sequence[Instrument], progress: Pr
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
-            recording.runner.forward(InstrumentFeed(recording, instruments, needs), progress=progress)
+            feed = InstrumentFeed(recording, instruments, needs)
+            with feed.capture.attached():
+                recording.runner.forward(feed, progress=progress)
         except _InstrumentFailed as failed:
             raise failed.error from None
     return results(instruments)
@@ -79,7 +82,7 @@ def unsupported_reason(recording: Recording, instrument: Instrument) -> str | No
 
 
 class _InstrumentFailed(Exception):
-    """Wraps an exception of an instrument, so that it is not reported as a failure of the model's forward."""
+    """Wraps an exception of an instrument, so that it is not reported as a failure of the model's forward pass."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -107,6 +110,8 @@ class InstrumentFeed(Observer):
         # the state that the MLP reads, and in a post-norm block what its norm reads
         self._before_mlp = Site.CROSS_MIDDLE if self.anatomy.has_cross else Site.MIDDLE
         self.sites |= {self._before_mlp, READ_AT[self._before_mlp], Site.MLP} if needs.mlp_half else set()
+        needs_force = Needs.FORCE in needs
+        self.capture = MlpCapture(*(self.anatomy.layers, recording.forces) if needs_force else ((), ()))
         self._attention: dict[str, Any] = {}
         self._cross: dict[str, Any] = {}
         self._mlp: dict[str, Any] = {}
@@ -118,6 +123,7 @@ class InstrumentFeed(Observer):
             return
         kind = self.anatomy.layers[layer].wiring.kind
         if site is Site.INPUT:
+            self.capture.begin()
             self._attention, self._cross, self._mlp, self._norm_input = {"state": value.clone()}, {}, {}, None
             if kind is Kind.PARALLEL:
                 self._mlp["state"] = self._attention["state"]
@@ -204,6 +210,7 @@ class InstrumentFeed(Observer):
             return
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
         own = self.recording.forces[layer] if needs_force else None
+        preactivations, value = self.capture.take(layer, own, *state.shape[:2])
         tensors = MlpTensors(
             state,
             self.direction(state),
@@ -212,6 +219,8 @@ class InstrumentFeed(Observer):
             wide(write) if Needs.MLP_WRITE in self.needs else None,
             unfolded=None if own is None else own.unfolded(),
             norm=None if own is None else own.norm,
+            preactivations=preactivations,
+            force_value=value,
         )
         context = self.context(layer, Half.MLP, state)
         for instrument in self.instruments:
@@ -250,7 +259,7 @@ class InstrumentFeed(Observer):
         return stream.direction[0]
 
     def _points(self, layer: int, state: Tensor) -> Tensor:
-        """The points at which the folded force equals the output of the MLP; see ``Recording.points``."""
+        """The points at which the folded force equals the output of the MLP; see ``Recording.force_points``."""
         structure = self.anatomy.layers[layer]
         norm = structure.mlp_norm
         assert norm is not None  # else `unsupported_reason` returns a sentence

@@ -1,4 +1,4 @@
-"""``Runner``: a model with its texts and edits, the only place where recordings start a forward."""
+"""``Runner``: a model with its texts and edits, the only place where recordings start a forward pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Runner:
         """Iterate over the outputs of ``model``, one per chunk of texts."""
         report = check_progress(progress)
         if self.model.training:
-            raise HelmscopeError("the model is in training mode, where forwards are random: call model.eval()")
+            raise HelmscopeError("the model is in training mode, where forward passes are random: call model.eval()")
         device = next(self.model.parameters()).device
         start, stop, _ = rows.indices(len(self.batch))
         with ExitStack() as watched:

@@ -1,4 +1,5 @@
-"""Sites: the values of a model's forward that can be edited or observed, and the base classes of edits and observers.
+"""Sites: the values of a model's forward pass that can be edited or observed, and the base classes of edits and
+observers.
 
     INPUT              the block's input
     ATTENTION          what attention writes
@@ -117,9 +118,9 @@ READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTP
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunk:
-    """The texts of a batch that one forward processes: ``rows`` out of ``texts`` in all. ``weights`` (rows, n) are the
-    weights of tokens in statistics, and ``visible`` (rows, n) is True at tokens that attention can see; each is None if
-    it is 1 or True everywhere, or unknown.
+    """The texts of a batch that one forward pass processes: ``rows`` out of ``texts`` in all. ``weights`` (rows, n) are
+    the weights of tokens in statistics, and ``visible`` (rows, n) is True at tokens that attention can see; each is
+    None if it is 1 or True everywhere, or unknown.
     """
 
     rows: slice
@@ -129,7 +130,7 @@ class Chunk:
 
     @classmethod
     def whole(cls, texts: int) -> Chunk:
-        """The chunk of a forward of all texts at once, with unknown weights and mask."""
+        """The chunk of a forward pass of all texts at once, with unknown weights and mask."""
         return cls(rows=slice(0, texts), texts=texts)
 
     def at(self, site: Site, layer: int) -> EditContext:
@@ -155,7 +156,7 @@ class EditContext(Chunk):
 
     def generator(self, seed: int, text: int) -> np.random.Generator:
         """A random generator that depends only on the seed, this layer and the index of the text in the batch, not on
-        the chunk, the forward or the process.
+        the chunk, the forward pass or the process.
 
         >>> context = EditContext(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
         >>> context.generator(0, text=4).random() == context.generator(0, text=4).random()
@@ -178,8 +179,8 @@ class EditContext(Chunk):
 
 
 class AbstractEdit(ABC):
-    """Base class of edits, which replace values in a model's forward. The repr, which manifests store, is one line with
-    the arguments; tensors appear as shape and hash.
+    """Base class of edits, which replace values in a model's forward pass. The repr, which manifests store, is one line
+    with the arguments; tensors appear as shape and hash.
     """
 
     def __repr__(self) -> str:
@@ -230,11 +231,11 @@ class Observer:
 
     @property
     def rows(self) -> slice:
-        """The texts of the batch that the current forward processes."""
+        """The texts of the batch that the current forward pass processes."""
         return self.chunk.rows
 
     def begin(self, chunk: Chunk) -> None:
-        """Called when the forward of a chunk of texts begins."""
+        """Called when the forward pass of a chunk of texts begins."""
         self.chunk = chunk
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:

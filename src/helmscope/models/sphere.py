@@ -127,12 +127,12 @@ def unfolded(state: Tensor, normalized: Tensor, norm: Norm) -> Tensor:
     """The normalized state c if the state is G c + b; else (state - b) / G where the gain is not negligible, and c
     elsewhere.
     """
-    tolerance, state = EDITED.get(state.dtype, 3e-2), wide(state)
+    tol, state = EDITED.get(state.dtype, 3e-2), wide(state)
     gain = torch.ones_like(normalized[0, 0]) if norm.gain is None else norm.gain.to(normalized)
     bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.to(normalized)
     off = torch.linalg.vector_norm(state - (gain * normalized + bias), dim=-1, keepdim=True)
     size = torch.linalg.vector_norm(state, dim=-1, keepdim=True)
-    edited = off > tolerance * size
+    edited = off > tol * size
     if not bool(edited.any()):
         return normalized
     negligible = gain.abs() <= 1e-3 * gain.abs().max()
@@ -146,7 +146,7 @@ def wide(value: Tensor) -> Tensor:
 
 
 def mlp_points(recording: Recording, layer: int) -> Float[Tensor, "batch n d"]:
-    """The points at which the force of a layer is evaluated; see ``Recording.points``."""
+    """The points at which the force of a layer is evaluated; see ``Recording.force_points``."""
     anatomy = recording.anatomy
     structure = anatomy.layers[layer]
     kind, norm = structure.wiring.kind, structure.mlp_norm
@@ -154,9 +154,9 @@ def mlp_points(recording: Recording, layer: int) -> Float[Tensor, "batch n d"]:
     if depth < recording.first:
         raise HelmscopeError(f"layer is {layer}, but the recording begins after the state that its MLP reads")
     if norm is None:
-        return recording.stream(depth=depth)
+        return recording.residual_stream(depth=depth)
     if kind is not Kind.POST_NORM:
-        return norm.without_affine()(recording.stream(depth=depth)) / math.sqrt(anatomy.dim)
+        return norm.without_affine()(recording.residual_stream(depth=depth)) / math.sqrt(anatomy.dim)
     plain, step = recording.stream_on_sphere, depth - recording.first
     directions = plain.with_hidden(step, plain.direction[step])
     return plain.radius[step].unsqueeze(-1) * directions / math.sqrt(anatomy.dim)

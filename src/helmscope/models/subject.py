@@ -123,7 +123,7 @@ class Subject:
         """
         if self.is_simulation:
             return {"model": None}
-        if not self.sendable:
+        if not self.picklable:
             what = "tokenizer" if isinstance(self.model, str | Path) else "model"
             raise HelmscopeError(
                 f"{what} of subject '{self.name}' is in memory, where no other process can reach it: save it into a "
@@ -183,7 +183,7 @@ class Subject:
         return isinstance(self.model, Simulated)
 
     @property
-    def sendable(self) -> bool:
+    def picklable(self) -> bool:
         """Whether it can be sent to another process: neither model nor tokenizer exists in memory only."""
         return isinstance(self.model, str | Path | Simulated) and self.asked_tokenizer is None
 
@@ -350,13 +350,13 @@ class Subject:
     @property
     def recording(self) -> Recording:
         """The recording of the model on its texts, made once per process."""
-        return self.recording_of(self.texts)
+        return self.record(self.texts)
 
-    def recording_of(self, texts: Any) -> Recording:
+    def record(self, texts: Any) -> Recording:
         """The recording of the model on other texts, or on some of its own, made once per process.
 
         >>> subject = Subject("A", ["Once upon a time", "The cat sat"])
-        >>> subject.recording_of(["The cat sat"]).trajectory.states.shape
+        >>> subject.record(["The cat sat"]).trajectory.states.shape
         torch.Size([25, 1, 3, 192])
         """
         return self._cached_recording((), lambda: self.loaded, checked_prompts(texts))
@@ -404,11 +404,11 @@ class Subject:
             options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
             return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)
 
-    def measured(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """What ``make`` returns, such as statistics of this subject that several claims use; made once per process and
         kept until ``close`` as long as there is memory. ``key`` names it and ``size`` returns its bytes.
 
-        >>> Subject("A").measured("the answer", lambda: 42, size=lambda _: 8)
+        >>> Subject("A").cached("the answer", lambda: 42, size=lambda _: 8)
         42
         """
         return _CACHE.get((self._cache_key, "measured", self.identity, key), make, size)
@@ -429,7 +429,7 @@ class Subject:
         premise = Premise(parts=parts, causal=causal, full=full, mlp=mlp, head=head)
         if self.is_simulation:
             return "the claim needs a model, but the subject is a simulation"
-        return premise.unmet(self.recording_of(self.texts[:PROBED]).certificate, self.name)
+        return premise.unmet(self.record(self.texts[:PROBED]).certificate, self.name)
 
     def _require_model(self, name: str) -> None:
         if self.is_simulation:

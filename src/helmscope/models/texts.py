@@ -25,9 +25,9 @@ TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """The inputs of a forward. ``visible`` (batch, n) is False at tokens that attention cannot see: padding and masked
-    tokens; ``counted`` is False at those and at special tokens, which statistics leave out. Each is None if it is True
-    everywhere. ``given`` holds the inputs as passed, if padding was moved from the left to the right.
+    """The inputs of a forward pass. ``visible`` (batch, n) is False at tokens that attention cannot see: padding and
+    masked tokens; ``counted`` is False at those and at special tokens, which statistics leave out. Each is None if it
+    is True everywhere. ``given`` holds the inputs as passed, if padding was moved from the left to the right.
 
     For an encoder-decoder model the tokens are those of the decoder, ``source`` is the batch of the encoder, and the
     inputs are those of both. ``targets`` holds the tokens that the decoder predicts, one for each that it reads; it is
@@ -115,13 +115,13 @@ def prepare(
     name: str = "texts",
 ) -> Batch:
     """The batch of strings (with a tokenizer), token ids (batch, n), images (batch, channels, height, width), or a
-    mapping of inputs of the model's forward, such as a tokenizer returns.
+    mapping of inputs of the model's forward pass, such as a tokenizer returns.
 
     Texts of different lengths are padded on the right. Padding and, if the tokenizer is known, special tokens take part
-    in the forward but are not counted in statistics. Padding on the left is moved to the right; masked tokens inside a
-    text are not moved. Raises HelmscopeError for no texts, an empty text, a text longer than the model's context unless
-    ``truncate``, an id without embedding, and a text without counted tokens. ``why`` is the reason why the model's
-    tokenizer could not be read, if there is one; ``name`` is the name of the argument in error messages.
+    in the forward pass but are not counted in statistics. Padding on the left is moved to the right; masked tokens
+    inside a text are not moved. Raises HelmscopeError for no texts, an empty text, a text longer than the model's
+    context unless ``truncate``, an id without embedding, and a text without counted tokens. ``why`` is the reason why
+    the model's tokenizer could not be read, if there is one; ``name`` is the name of the argument in error messages.
     """
     if isinstance(tokenizer, str):
         raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
@@ -234,7 +234,7 @@ def _from_inputs(request: _Request, mapping: Mapping[str, Any]) -> Batch:
 
 
 def _check_names(request: _Request, names: Iterable[str]) -> None:
-    """Raise HelmscopeError for an input that no forward has: most families would ignore it silently."""
+    """Raise HelmscopeError for an input that no forward pass has: most families would ignore it silently."""
     model = request.model
     forwards = (model.forward, base_model_of(model).forward)
     known = {name for forward in forwards for name in inspect.signature(forward).parameters}

@@ -140,7 +140,7 @@ class _BlockIdentities:
         assert layer.post is not None
         self.layer, self.pre, self.post = layer, layer.pre, layer.post
         # in half precision a write may be hardly larger than the rounding of a sum, so the tolerance is tight
-        self.tolerance = 3e-6 if self.pre.dtype.itemsize > 2 else 1.5 * torch.finfo(self.pre.dtype).eps
+        self.tol = 3e-6 if self.pre.dtype.itemsize > 2 else 1.5 * torch.finfo(self.pre.dtype).eps
         self.calls = [call for call in layer.calls if call.path]
         self.writes = [(call, out) for call in self.calls if (out := self.like_state(call.output)) is not None]
         self.heads, self.cross_heads = self.output_matrix(layer.attention), self.output_matrix(layer.cross)
@@ -163,7 +163,7 @@ class _BlockIdentities:
             return False
         a, b = a.double(), b.double()
         size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
-        return bool(((a - b).norm(dim=-1) <= self.tolerance * size).all())
+        return bool(((a - b).norm(dim=-1) <= self.tol * size).all())
 
     def output_matrix(self, attention: tuple[Call, Attended] | None) -> ModuleCall | None:
         """The call that reads the concatenated heads; None for a family that is not in the registry."""
@@ -230,7 +230,7 @@ class _BlockIdentities:
     def best(self, choices: list[tuple[float, tuple[ModuleCall, ...]]]) -> tuple[ModuleCall, ...] | None:
         """The shallowest of the choices whose error is close to the smallest; None if that exceeds the tolerance."""
         least = min((gap for gap, _ in choices), default=math.inf)
-        if least > self.tolerance:
+        if least > self.tol:
             return None
         return self.shallowest([calls for gap, calls in choices if gap <= max(1.2 * least, 1e-6)])
 

@@ -39,7 +39,7 @@ def untrained_twin(model: Any, *, seed: int) -> LoadedModel:
 
 
 def twin_seeds(count: int, seed: int) -> list[int]:
-    """The seeds of ``count`` twins, the same as those of ``TrialCase.stream``; a larger count only appends seeds.
+    """The seeds of ``count`` twins, the same as those of ``TrialCase.seed_for``; a larger count only appends seeds.
 
     >>> twin_seeds(3, seed=0)[:2] == twin_seeds(2, seed=0)
     True

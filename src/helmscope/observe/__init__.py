@@ -14,17 +14,20 @@ from helmscope.types.lazy import lazy_exports
 if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
     from helmscope.observe.arcs import matched_flow_times as matched_flow_times
+    from helmscope.observe.attention_diffusion import AttentionDiffusion as AttentionDiffusion
+    from helmscope.observe.attention_diffusion import AttentionDiffusionSpectrum as AttentionDiffusionSpectrum
+    from helmscope.observe.attention_diffusion import attention_diffusion as attention_diffusion
+    from helmscope.observe.attention_diffusion import attention_diffusion_spectrum as attention_diffusion_spectrum
     from helmscope.observe.attention_drift import AttentionDrift as AttentionDrift
     from helmscope.observe.attention_drift import attention_drift as attention_drift
     from helmscope.observe.attention_kl import key_noise_kl as key_noise_kl
     from helmscope.observe.attention_kl import query_noise_kl as query_noise_kl
     from helmscope.observe.attention_mlp_factorial import attention_mlp_factorial as attention_mlp_factorial
-    from helmscope.observe.attention_noise import AttentionNoise as AttentionNoise
-    from helmscope.observe.attention_noise import AttentionNoiseSpectrum as AttentionNoiseSpectrum
-    from helmscope.observe.attention_noise import attention_noise as attention_noise
-    from helmscope.observe.attention_noise import attention_noise_spectrum as attention_noise_spectrum
     from helmscope.observe.attention_surface_divergence import (
         attention_surface_divergence as attention_surface_divergence,
+    )
+    from helmscope.observe.attention_temperature_damage import (
+        attention_temperature_damage as attention_temperature_damage,
     )
     from helmscope.observe.bistochasticity import Bistochasticity as Bistochasticity
     from helmscope.observe.bistochasticity import balance_kl as balance_kl
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from helmscope.observe.context_noise import covariance_regression as covariance_regression
     from helmscope.observe.damage import damage_under_edits as damage_under_edits
     from helmscope.observe.density_overview import density_overview as density_overview
-    from helmscope.observe.depth_flow import depth_flow as depth_flow
     from helmscope.observe.depth_steps import depth_steps as depth_steps
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
@@ -59,8 +61,6 @@ if TYPE_CHECKING:
     from helmscope.observe.dimension import two_nn as two_nn
     from helmscope.observe.dimension import two_nn_fit as two_nn_fit
     from helmscope.observe.dimension import two_nn_mle as two_nn_mle
-    from helmscope.observe.drift_and_swirl import DriftAndSwirl as DriftAndSwirl
-    from helmscope.observe.drift_and_swirl import drift_and_swirl as drift_and_swirl
     from helmscope.observe.effective_beta import EffectiveBeta as EffectiveBeta
     from helmscope.observe.effective_beta import effective_beta as effective_beta
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
     from helmscope.observe.energy import interaction_energy_sum as interaction_energy_sum
     from helmscope.observe.energy import log_interaction_energy as log_interaction_energy
-    from helmscope.observe.entropy import CommonRange as CommonRange
+    from helmscope.observe.entropy import PooledClouds as PooledClouds
     from helmscope.observe.entropy import entropy_along_depth as entropy_along_depth
     from helmscope.observe.entropy import gaussian_entropy as gaussian_entropy
     from helmscope.observe.entropy import gaussian_fisher_information as gaussian_fisher_information
@@ -94,9 +94,11 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
+    from helmscope.observe.interventions import intervention_measurements as intervention_measurements
+    from helmscope.observe.interventions import intervention_names as intervention_names
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
-    from helmscope.observe.jko_layer import jko_layer as jko_layer
+    from helmscope.observe.jko_step_test import jko_step_test as jko_step_test
     from helmscope.observe.kernel import KernelStatistics as KernelStatistics
     from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
     from helmscope.observe.kernel import column_sum_deviation_rms as column_sum_deviation_rms
@@ -105,15 +107,13 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import future_mass as future_mass
     from helmscope.observe.kernel import kernel_statistics as kernel_statistics
     from helmscope.observe.kernel import largest_weight as largest_weight
-    from helmscope.observe.kernel import normalized_rows as normalized_rows
     from helmscope.observe.kernel import received_mass as received_mass
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
-    from helmscope.observe.layer_ablation_damage import AblationForm as AblationForm
+    from helmscope.observe.layer_ablation_damage import AblationKind as AblationKind
     from helmscope.observe.layer_ablation_damage import LayerPart as LayerPart
     from helmscope.observe.layer_ablation_damage import layer_ablation_damage as layer_ablation_damage
-    from helmscope.observe.layer_energy import LayerEnergy as LayerEnergy
     from helmscope.observe.layer_whitening import LayerWhitening as LayerWhitening
     from helmscope.observe.layer_whitening import layer_whitening as layer_whitening
     from helmscope.observe.lens import logit_lens_kl as logit_lens_kl
@@ -123,7 +123,6 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.loss_gradient_cosine import loss_gradient as loss_gradient
     from helmscope.observe.loss_gradient_cosine import loss_gradient_cosine as loss_gradient_cosine
-    from helmscope.observe.measure import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
     from helmscope.observe.measure import standalone_measurements as standalone_measurements
@@ -133,10 +132,11 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.mlp_entropy_change import mlp_entropy_change as mlp_entropy_change
-    from helmscope.observe.mlp_entropy_change import sphere_map as sphere_map
+    from helmscope.observe.mlp_force import MlpForce as MlpForce
+    from helmscope.observe.mlp_force import mlp_force as mlp_force
     from helmscope.observe.mlp_jacobian import MlpJacobian as MlpJacobian
     from helmscope.observe.mlp_jacobian import mlp_jacobian as mlp_jacobian
-    from helmscope.observe.mlp_projection import mlp_projection as mlp_projection
+    from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound as mlp_swirl_bound
     from helmscope.observe.mlp_weights import GateSparsity as GateSparsity
     from helmscope.observe.mlp_weights import gate_sparsity as gate_sparsity
     from helmscope.observe.mlp_weights import gaussian_coherence as gaussian_coherence
@@ -146,22 +146,28 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound
     from helmscope.observe.mobility_test import mobility_test as mobility_test
-    from helmscope.observe.nearest import Nearest as Nearest
+    from helmscope.observe.nearest import NearestNeighbors as NearestNeighbors
     from helmscope.observe.neighbor_entropy import neighbor_entropy as neighbor_entropy
     from helmscope.observe.noise_ratio import noise_table_as_printed as noise_table_as_printed
     from helmscope.observe.noise_ratio import query_key_noise_at_equal_kl as query_key_noise_at_equal_kl
     from helmscope.observe.noise_ratio import query_key_noise_ratio as query_key_noise_ratio
     from helmscope.observe.noise_ratio import query_key_noise_slope as query_key_noise_slope
+    from helmscope.observe.noise_ratio import query_key_noise_summary as query_key_noise_summary
     from helmscope.observe.noise_ratio import query_key_noise_table as query_key_noise_table
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet
     from helmscope.observe.pairs import cloud_statistics as cloud_statistics
     from helmscope.observe.pairs import without_first_token as without_first_token
+    from helmscope.observe.perturbation_growth import perturbation_growth as perturbation_growth
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
-    from helmscope.observe.probes import lens_probes as lens_probes
+    from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy as QuadraticFreeEnergy
+    from helmscope.observe.query_key_change_damage import ChangeStrength as ChangeStrength
+    from helmscope.observe.query_key_change_damage import QueryKeyChange as QueryKeyChange
+    from helmscope.observe.query_key_change_damage import query_key_change as query_key_change
+    from helmscope.observe.query_key_change_damage import query_key_change_damage as query_key_change_damage
     from helmscope.observe.query_key_metric import HeadMatrices as HeadMatrices
     from helmscope.observe.query_key_metric import head_matrices as head_matrices
     from helmscope.observe.query_key_metric import holonomy_defect as holonomy_defect
@@ -170,7 +176,7 @@ if TYPE_CHECKING:
     from helmscope.observe.query_key_metric import symmetric_eigenvalues as symmetric_eigenvalues
     from helmscope.observe.query_key_metric import symmetric_share as symmetric_share
     from helmscope.observe.query_key_metric import triangle_holonomy_defect as triangle_holonomy_defect
-    from helmscope.observe.query_key_noise import NoiseForm as NoiseForm
+    from helmscope.observe.query_key_noise import NoiseKind as NoiseKind
     from helmscope.observe.query_key_noise import query_key_noise as query_key_noise
     from helmscope.observe.query_key_noise import query_key_noise_by_layer as query_key_noise_by_layer
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
@@ -182,9 +188,12 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.sink_damage import sink_damage as sink_damage
     from helmscope.observe.sinks import AttentionSinks as AttentionSinks
+    from helmscope.observe.sinks import SinkDecomposition as SinkDecomposition
     from helmscope.observe.sinks import TokenValues as TokenValues
     from helmscope.observe.sinks import attention_sinks as attention_sinks
     from helmscope.observe.sinks import sink_constancy as sink_constancy
+    from helmscope.observe.sinks import sink_decomposition as sink_decomposition
+    from helmscope.observe.standalone import StandaloneMeasurement as StandaloneMeasurement
     from helmscope.observe.token_decoding import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension

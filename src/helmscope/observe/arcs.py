@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 SAME_START = 1e-3  # radians by which the first states of model and flow may differ
 
 
-def arc_length(system: Trajectory | System, *, first_token: bool = False) -> xr.Dataset:
+def arc_length(system: Trajectory | System, *, include_first_token: bool = False) -> xr.Dataset:
     """Arc length by depth (or time) of each prompt: the cumulated mean angle that its tokens have moved, in radians.
 
     ``arc_length`` is 0 at the first depth. A Recording is measured on the unit sphere (``on_sphere``). Tokens
-    count by their weights; the first token, the usual attention sink, is left out unless ``first_token``. The times of
-    a simulation must be dense enough for the polygon through its states to follow the flow.
+    count by their weights; the first token, the usual attention sink, is left out unless ``include_first_token``. The
+    times of a simulation must be dense enough for the polygon through its states to follow the flow.
 
     >>> quarter_turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]).reshape(3, 1, 1, 2)
-    >>> turned = arc_length(Trajectory(torch.arange(3.0), quarter_turns), first_token=True)
+    >>> turned = arc_length(Trajectory(torch.arange(3.0), quarter_turns), include_first_token=True)
     >>> (turned.arc_length.values.ravel() / np.pi).tolist()
     [0.0, 0.5, 1.0]
     """
     path = sphere_and_ids(system, None)[0]
-    path = path if first_token else without_first_token(path)
+    path = path if include_first_token else without_first_token(path)
     lengths = _arc_lengths(path)
     measurement = with_replicates({"arc_length": lengths}, path)
     measurement.arc_length.attrs["long_name"] = "mean angle moved, cumulated (radians)"
@@ -46,7 +46,7 @@ def arc_length(system: Trajectory | System, *, first_token: bool = False) -> xr.
 
 
 def matched_flow_times(
-    model: Trajectory | System, flow: Trajectory | System, *, first_token: bool = False
+    model: Trajectory | System, flow: Trajectory | System, *, include_first_token: bool = False
 ) -> xr.Dataset:
     """The time at which a flow from the same first states has the same arc length as a model at each depth.
 
@@ -66,7 +66,7 @@ def matched_flow_times(
     model_path, flow_path = (sphere_and_ids(system, None)[0] for system in (model, flow))
     _check_same_start(model_path, flow_path)
     lengths, flow_lengths = (
-        arc_length(path, first_token=first_token).arc_length.values for path in (model_path, flow_path)
+        arc_length(path, include_first_token=include_first_token).arc_length.values for path in (model_path, flow_path)
     )
     times = flow_path.times.double().cpu().numpy()
     found = np.stack([_times_of(*row, times) for row in zip(lengths.T, flow_lengths.T, strict=True)], 1)

@@ -6,7 +6,7 @@ is the angle, in radians to first order, by which head h turns token i: T_i proj
 direction x_i of the state y_i. It includes the head's share of the bias of the values, which can be moved to the bias
 of the output projection without changing the model; only the drift of the whole write, ``total``, does not depend on
 that choice. The drift ratio |T m| / sqrt(tr T Sigma_A T) compares the drift with the token-sampling covariance of the
-same head (``observe/attention_noise.py``): small where the mean vanishes although the values scatter. Source:
+same head (``observe/attention_diffusion.py``): small where the mean vanishes although the values scatter. Source:
 [Helmholtz Transformer, no. 11].
 """
 
@@ -68,8 +68,6 @@ class AttentionDrift(Instrument):
         weights = token_weights(tensors.state, context.weights)
         per_head = weights.unsqueeze(1).expand(moments.drift.shape)
         trace = moments.sampling / 2
-        assert tensors.write is not None
-        moved = moments.spaces.project(tensors.write) / moments.spaces.radius.unsqueeze(-1)
         heads = {
             "drift": token_mean(moments.drift, per_head * torch.isfinite(moments.drift)),
             "drift_ratio": mean_ratio(moments.drift, trace, per_head),
@@ -77,7 +75,7 @@ class AttentionDrift(Instrument):
         values = {
             "total_drift": token_mean(moments.total_drift, weights),
             "total_drift_ratio": mean_ratio(moments.total_drift, trace.sum(1), weights),
-            "norm_of_mean_drift": torch.linalg.vector_norm(token_mean(moved.mT, weights.unsqueeze(1)), dim=-1),
+            "norm_of_mean_drift": torch.linalg.vector_norm(token_mean(moments.moved.mT, weights.unsqueeze(1)), dim=-1),
         }
         axes = ("head",) if moments.has_heads else ()
         self.keep(context, {name: moments.dropped_heads(value) for name, value in heads.items()}, axes=axes)

@@ -63,7 +63,7 @@ def _recording_of(subject: object, texts: Any) -> Recording:
         return subject
     if not isinstance(subject, Subject):
         raise HelmscopeError(f"subject is {type_with_article(subject)}, but it must be a Subject or a Recording")
-    return subject.recording if texts is None else subject.recording_of(texts)
+    return subject.recording if texts is None else subject.record(texts)
 
 
 def _check_arms(arms: Sequence[Arm]) -> list[Arm]:

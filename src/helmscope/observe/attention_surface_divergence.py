@@ -73,7 +73,8 @@ def attention_surface_divergence(
     ``per_token`` also ``token_surface_divergence`` of every token (NaN for those that do not count). ``random_signs``
     random signs per head estimate the trace, unbiased; with at least d_head of them it is exact, and always is for a
     simulation. Random signs depend on ``seed``, the layer and the prompt only. The attribute ``extra_forwards`` counts
-    forwards of the model; each chunk of texts also takes ``random_signs`` backward passes through the queries per head.
+    forward passes of the model; each chunk of texts also takes ``random_signs`` backward passes through the queries per
+    head.
 
     Raises HelmscopeError for a system without attention, for heads that write through a norm or are hidden, for
     ``Hardmax`` and ``SinkhornAttention``, whose kernels have no frozen form, and for a family outside the attention

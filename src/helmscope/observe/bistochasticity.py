@@ -6,7 +6,7 @@ stochastic kernel nearest to P in relative entropy; ``balance_kl`` is the mean o
     KL(P_i || B_i) = sum_j P_ij log(P_ij / B_ij),    0 if and only if P is doubly stochastic.
 
 The only causal kernel that is doubly stochastic is the identity [Helmholtz Transformer, no. 11]: a causal kernel has no
-balanced form, and its divergence is NaN. Its yardstick is the causal-uniform kernel P_ij = 1/i (j <= i, counted from
+balanced form, and its divergence is NaN. Its reference is the causal-uniform kernel P_ij = 1/i (j <= i, counted from
 1), whose column sums are sum_{i >= j} 1/i: 5.4 for the first of 128 tokens.
 """
 
@@ -51,14 +51,14 @@ def balanced_kernel(
     kernel: Float[Tensor, "*batch n n"],
     *,
     visible: Bool[Tensor, "*batch n"] | None = None,
-    tolerance: float = 1e-9,
-    max_sweeps: int = 100,
+    tol: float = 1e-9,
+    max_iterations: int = 100,
 ) -> Float[Tensor, "*batch n n"]:
     """The Sinkhorn-balanced kernel of the same logits among visible tokens, in float64, by sweeps and Newton steps in
-    the log domain until the column sums are off by less than ``tolerance`` of their total.
+    the log domain until the column sums are off by less than ``tol`` of their total.
 
-    NaN where the pattern of zeros admits none (every causal kernel but a diagonal one) and where ``max_sweeps`` were
-    not enough.
+    NaN where the pattern of zeros admits none (every causal kernel but a diagonal one) and where ``max_iterations``
+    were not enough.
 
     >>> balanced_kernel(torch.tensor([[0.5, 0.5], [0.2, 0.8]])).round(decimals=4)
     tensor([[0.6667, 0.3333],
@@ -66,12 +66,12 @@ def balanced_kernel(
     >>> balanced_kernel(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).isnan().all()
     tensor(True)
     """
-    check_real("tolerance", tolerance, above=0)
-    check_integer("max_sweeps", max_sweeps, at_least=1)
+    check_real("tol", tol, above=0)
+    check_integer("max_iterations", max_iterations, at_least=1)
     logits = normalized_rows(check_kernel(kernel).double()).log()
     m = used_tokens(kernel, visible).to(logits)
     logits = logits.masked_fill((m == 0).unsqueeze(-1), 0.0)  # rows of padding, which balance nothing
-    dual = SinkhornAttention(beta=0.0, tol=tolerance, max_sweeps=max_sweeps).solve(logits, m)
+    dual = SinkhornAttention(beta=0.0, tol=tol, max_iterations=max_iterations).solve(logits, m)
     balanced = softmax_kernel(logits + dual.potential.unsqueeze(-2), m)
     return torch.where(dual.converged[..., None, None], balanced, torch.nan)
 
@@ -80,8 +80,8 @@ def balance_kl(
     kernel: Float[Tensor, "*batch n n"],
     *,
     visible: Bool[Tensor, "*batch n"] | None = None,
-    tolerance: float = 1e-9,
-    max_sweeps: int = 100,
+    tol: float = 1e-9,
+    max_iterations: int = 100,
 ) -> Float[Tensor, "*batch n"]:
     """KL divergence KL(P_i || B_i) of every row from the balanced kernel, in nats; NaN where there is none
     (``balanced_kernel``).
@@ -90,7 +90,7 @@ def balance_kl(
     tensor(True)
     """
     p = normalized_rows(check_kernel(kernel).double())
-    balanced = balanced_kernel(kernel, visible=visible, tolerance=tolerance, max_sweeps=max_sweeps)
+    balanced = balanced_kernel(kernel, visible=visible, tol=tol, max_iterations=max_iterations)
     return row_divergence(p, balanced)
 
 
@@ -121,8 +121,8 @@ class Bistochasticity(Instrument):
     """Instrument: the divergence of attention from the Sinkhorn-balanced kernel, in every layer and head, averaged over
     the tokens of a prompt.
 
-    ``balance_kl`` is NaN for causal kernels, for which no balanced kernel exists, and where ``max_sweeps`` do not reach
-    ``tolerance``; no other value is invented. ``column_sum_deviation_causal_uniform`` is the yardstick of causal
+    ``balance_kl`` is NaN for causal kernels, for which no balanced kernel exists, and where ``max_iterations`` do not
+    reach ``tol``; no other value is invented. ``column_sum_deviation_causal_uniform`` is the reference value of causal
     kernels: the RMS deviation from 1 of the column sums of the causal-uniform kernel of as many tokens.
 
     The cost is that of a few linear systems of n unknowns for every head, layer and prompt, for full attention only.
@@ -137,9 +137,9 @@ class Bistochasticity(Instrument):
     name = "bistochasticity"
     needs = Needs.KERNEL
 
-    def __init__(self, *, tolerance: float = 1e-9, max_sweeps: int = 100) -> None:
-        self.tolerance = check_real("tolerance", tolerance, above=0)
-        self.max_sweeps = check_integer("max_sweeps", max_sweeps, at_least=1)
+    def __init__(self, *, tol: float = 1e-9, max_iterations: int = 100) -> None:
+        self.tol = check_real("tol", tol, above=0)
+        self.max_iterations = check_integer("max_iterations", max_iterations, at_least=1)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the divergences of a layer."""
@@ -155,32 +155,32 @@ class Bistochasticity(Instrument):
         full = ~is_causal(kernel, visible)
         if bool(full.any()):
             seen = None if visible is None else visible[full]
-            options = {"tolerance": self.tolerance, "max_sweeps": self.max_sweeps}
+            options = {"tol": self.tol, "max_iterations": self.max_iterations}
             divergence[full] = balance_kl(kernel[full], visible=seen, **options)  # type: ignore[arg-type]
         self.keep(
             context,
             {"balance_kl": token_mean(divergence, weights).clamp(min=0)},
             axes=() if heads is None else ("head",),
         )
-        self.keep(context, {"column_sum_deviation_causal_uniform": _yardstick(kernel, context.visible)})
+        self.keep(context, {"column_sum_deviation_causal_uniform": _causal_uniform_deviation(kernel, context.visible)})
 
     def result(self) -> xr.Dataset:
         """The divergences of every head (if there are several), layer and replicate."""
         return described(with_bounds(super().result(), dict.fromkeys(NAMES, AT_LEAST_0)), NAMES)
 
 
-def bistochasticity(system: System, *, tolerance: float = 1e-9) -> xr.Dataset:
+def bistochasticity(system: System, *, tol: float = 1e-9) -> xr.Dataset:
     """The divergence of attention from the balanced kernel, with replicates: ``Bistochasticity`` by one replay.
 
     >>> from helmscope import record
     >>> bool(bistochasticity(record("A", ["Once upon a time"])).balance_kl.isnull().all())  # causal
     True
     """
-    instrument = Bistochasticity(tolerance=tolerance)
+    instrument = Bistochasticity(tol=tol)
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def _yardstick(kernel: Tensor, visible: Tensor | None) -> Float[Tensor, " rows"]:
+def _causal_uniform_deviation(kernel: Tensor, visible: Tensor | None) -> Float[Tensor, " rows"]:
     """The RMS deviation of the column sums of the causal-uniform kernel of as many tokens as each text has."""
     rows, n = len(kernel), kernel.shape[-1]
     counts = [n] * rows if visible is None else visible.sum(-1).tolist()

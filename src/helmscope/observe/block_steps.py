@@ -37,7 +37,7 @@ class BlockSteps:
 
     >>> import helmscope as hs
     >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0], stepper=hs.Layer())
-    >>> x, step, m = BlockSteps.of(run, first_token=True).at(0)
+    >>> x, step, m = BlockSteps.of(run, include_first_token=True).at(0)
     >>> step[0, 0]  # x' = (3, 1) / sqrt 10
     tensor([-0.0513,  0.3162], dtype=torch.float64)
     """
@@ -49,7 +49,7 @@ class BlockSteps:
     sphere: str
 
     @classmethod
-    def of(cls, system: System, *, first_token: bool = False) -> BlockSteps:
+    def of(cls, system: System, *, include_first_token: bool = False) -> BlockSteps:
         """The steps of a system that ``steps_unsupported`` does not refuse. Raises HelmscopeError for states that are
         not
         finite.
@@ -59,7 +59,7 @@ class BlockSteps:
         (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
         """
         path = sphere_and_ids(system, None)[0]
-        path = check_finite(path if first_token else without_first_token(path))
+        path = check_finite(path if include_first_token else without_first_token(path))
         if isinstance(system, Recording):
             size, first = system.anatomy.depths.steps, system.first
             states = {

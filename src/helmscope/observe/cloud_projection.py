@@ -18,7 +18,7 @@ How to read it. A ratio below 1 does not need a manifold: an MLP that stretches 
 tokens differ, has one too. The null assigns b_1, ..., c_k at random to the two kinds.
 How it fails. The nearest of a few thousand tokens in some hundred dimensions are not near (``neighbor_angle``), and
 their axes describe the cloud at that scale. A token whose neighbors span fewer than k dimensions does not count.
-Cost. No forward; derivatives along 2 k directions at each sampled token, about 2 k forwards of its MLP.
+Cost. No forward pass; derivatives along 2 k directions at each sampled token, about 2 k forward passes of its MLP.
 """
 
 from __future__ import annotations
@@ -241,7 +241,9 @@ class _HalfStep:
             return z + _without_mean(force.ambient(plain(z) / math.sqrt(z.shape[-1])), centered)
 
         after = anatomy.depths.steps * (layer + 1)
-        states, following = (_without_mean(recording.stream(depth=k).double(), centered) for k in (after - 1, after))
+        states, following = (
+            _without_mean(recording.residual_stream(depth=k).double(), centered) for k in (after - 1, after)
+        )
         weights = token_weights(states, None if counted is None else counted.to(states.device))
         allowed = TOLERANCE[anatomy.model.dtype]
         return cls(layer, states, following, weights, half_step, allowed, centered)

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 @observable
 @progress_reporting(None, "counting clusters")
 def cluster_count(
-    x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, max_angle: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
     """Number of single-linkage clusters among the tokens of positive weight of each cloud.
 
-    Tokens connected by steps of at most ``radius`` >= 0 radians form one cluster.
+    Tokens connected by steps of at most ``max_angle`` >= 0 radians form one cluster.
 
-    >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
+    >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), max_angle=0.1)
     tensor(2)
     """
-    radius = check_real("radius", radius, at_least=0)
+    max_angle = check_real("max_angle", max_angle, at_least=0)
     x = counted_tokens(x, weights)
-    label = clusters(x, radius)
+    label = clusters(x, max_angle)
     return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
 
 

@@ -26,7 +26,8 @@ class ContextGroup:
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
     >>> from helmscope.observe.context_noise import context_groups
-    >>> (group,) = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=1, least=4)
+    >>> recording, contexts = record("A", ["Once upon a time"]), validation_contexts()[:64]
+    >>> (group,) = context_groups(recording, contexts, groups=1, min_contexts=4)
     >>> group.sigma_of(group.outputs).shape
     torch.Size([192, 192])
     """

@@ -3,9 +3,9 @@
     Sigma_C(x) = (1/2) Cov(Delta | x_i = x),    Delta = T W_O m_i / |y|                  [Helmholtz Transformer, no. 2]
 
 A state that is the same in many contexts exists before the first layer only, where it depends on word and position. So
-the contexts are grouped by (word, position), and each group of at least ``least`` members is one replicate: Delta is
-what attention of layer 0 adds to its token. Sigma_C is measured, not a model: context is what is random. It is compared
-with the mean over the same contexts of Sigma_A, the covariance of sampling one key per head:
+the contexts are grouped by (word, position), and each group of at least ``min_contexts`` members is one replicate:
+Delta is what attention of layer 0 adds to its token. Sigma_C is measured, not a model: context is what is random. It is
+compared with the mean over the same contexts of Sigma_A, the covariance of sampling one key per head:
 
     slope    least squares through 0 of the entries of Sigma_C, from half of the contexts, on those of Sigma_A, from the
              other half
@@ -82,35 +82,36 @@ def context_groups(
     contexts: NDArray[np.int64] | Tensor,
     *,
     groups: int = 256,
-    least: int = 16,
+    min_contexts: int = 16,
     first_position: int = FIRST_POSITION,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> list[ContextGroup]:
     """Groups of contexts with the same word at the same position, at most ``groups`` of them, drawn by ``seed`` among
-    those with at least ``least`` contexts and from ``first_position`` on, where there are several keys.
+    those with at least ``min_contexts`` contexts and from ``first_position`` on, where there are several keys.
 
     ``contexts`` are token ids (contexts, n), such as ``validation_contexts()``. Only layer 0 is run. Raises
     HelmscopeError unless there is a group, for states that differ within one, and for heads that are hidden.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
-    >>> found = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=2, least=4)
+    >>> found = context_groups(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=2, min_contexts=4)
     >>> len(found), found[0].outputs.shape[1:]
     (2, torch.Size([6, 32]))
     """
     if not isinstance(recording, Recording):
         raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording of a model")
-    for name, value in (("groups", groups), ("least", least)):
-        check_integer(name, value, at_least=4 if name == "least" else 1)
+    for name, value in (("groups", groups), ("min_contexts", min_contexts)):
+        check_integer(name, value, at_least=4 if name == "min_contexts" else 1)
     ids = torch.as_tensor(contexts, device="cpu")
     runner = recording.runner
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch = prepare_inputs(runner.model, inputs, recording.tokenizer, truncate=False)
-    chosen = _choose(ids.cpu().numpy(), batch.counted, groups, least, first_position, seed)
+    chosen = _choose(ids.cpu().numpy(), batch.counted, groups, min_contexts, first_position, seed)
     if not chosen:
         raise HelmscopeError(
-            f"contexts has no word at the same position in {least} of its {len(ids)} texts: pass more, or lower least"
+            f"contexts has no word at the same position in {min_contexts} of its {len(ids)} texts: pass more, or lower "
+            "min_contexts"
         )
     collector = _Collector(chosen)
     other = replace(recording, runner=replace(runner, batch=batch))
@@ -143,7 +144,7 @@ def own_contexts(recording: Recording) -> NDArray[np.int64]:
     return np.array([row[:length] for row in rows])
 
 
-def context_unsupported(system: System, *, least: int = 16) -> str | None:
+def context_unsupported(system: System, *, min_contexts: int = 16) -> str | None:
     """Why ``context_noise`` cannot be taken of a system with its own contexts, in one sentence; None if it can.
 
     >>> from helmscope import record
@@ -156,10 +157,10 @@ def context_unsupported(system: System, *, least: int = 16) -> str | None:
     if reason is not None or is_bundled(system.origin.name):
         return reason
     ids = own_contexts(system)
-    if not _choose(ids, None, 1, least, FIRST_POSITION, 0):
+    if not _choose(ids, None, 1, min_contexts, FIRST_POSITION, 0):
         return (
-            f"the {len(ids)} texts have no word at the same position in {least} of them, which context_noise needs: "
-            "pass more contexts to hs.observe.context_noise"
+            f"the {len(ids)} texts have no word at the same position in {min_contexts} of them, which context_noise "
+            "needs: pass more contexts to hs.observe.context_noise"
         )
     return None
 
@@ -175,7 +176,8 @@ def context_noise(
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
-    >>> measured = context_noise(record("A", ["Once upon a time"]), validation_contexts()[:64], groups=2, least=4)
+    >>> recording, contexts = record("A", ["Once upon a time"]), validation_contexts()[:64]
+    >>> measured = context_noise(recording, contexts, groups=2, min_contexts=4)
     >>> measured.slope.dims
     ('group',)
     """
@@ -275,7 +277,7 @@ def kolmogorov_distance(samples: NDArray[np.float64]) -> float:
 
 
 def _choose(
-    ids: np.ndarray, counted: Tensor | None, groups: int, least: int, first_position: int, seed: int
+    ids: np.ndarray, counted: Tensor | None, groups: int, min_contexts: int, first_position: int, seed: int
 ) -> dict[tuple[int, int], list[int]]:
     """The contexts of some groups, by (token, position)."""
     found: dict[tuple[int, int], list[int]] = {}
@@ -284,17 +286,17 @@ def _choose(
         for position in range(first_position, len(line)):
             if counts[row, position]:
                 found.setdefault((int(line[position]), position), []).append(row)
-    usable = sorted(key for key, members in found.items() if len(members) >= least)
+    usable = sorted(key for key, members in found.items() if len(members) >= min_contexts)
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(usable))[:groups]
     return {usable[k]: found[usable[k]] for k in sorted(order)}
 
 
 class _LayerDone(Exception):
-    """Ends a forward after layer 0."""
+    """Ends a forward pass after layer 0."""
 
 
 class _FirstLayer(InstrumentFeed):
-    """Feeds layer 0 only, and ends the forward when the next layer begins."""
+    """Feeds layer 0 only, and ends the forward pass when the next layer begins."""
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Collect a state or a write of layer 0."""

@@ -48,8 +48,8 @@ def damage_under_edits(
     - ``entropy_change``: H(q) - H(p), above 0 where the edit makes the model less certain;
     - ``top_token_agreement``: the share of positions at which the most likely next token stays the same.
 
-    The first three are in nats. Null values are those of an edit that changes nothing. Each edit takes one forward from
-    the first layer that it changes. Raises HelmscopeError where ``loss_under_edits`` does.
+    The first three are in nats. Null values are those of an edit that changes nothing. Each edit takes one forward pass
+    from the first layer that it changes. Raises HelmscopeError where ``loss_under_edits`` does.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.intervene.states import Ablate

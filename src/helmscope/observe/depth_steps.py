@@ -16,8 +16,8 @@ it mixes the curvature of the sphere with that of the path. A growing radius slo
 moves it by P f / r.
 
 How it fails. Where a token does not move its step has no direction: it is left out of the cosines, which are NaN where
-no token moves. Between antipodal points there is no unique step. Cost: no forward (one for a post-norm model), and one
-pass over the stored states.
+no token moves. Between antipodal points there is no unique step. Cost: no forward pass (one for a post-norm model), and
+one pass over the stored states.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ HALVES = {2: (Half.ATTENTION, Half.MLP), 3: (Half.ATTENTION, Half.CROSS, Half.ML
 
 @shows_progress("steps over depth")
 def depth_steps(
-    system: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
+    system: Trajectory | System, *, include_first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The steps of the tokens of each prompt over (depth, prompt): angles moved, cumulated and net, cosines of
     successive steps, radius and its growth. Values at depth k describe the step that ends there.
@@ -71,18 +71,19 @@ def depth_steps(
     0 at the first depth. The radius is included where the states have one. The coordinate ``half`` of a recording says
     which half of a layer made the step: attention, cross or mlp. A Recording is measured on the unit sphere
     (``on_sphere``): of the directions of the residual stream, in a post-norm model of the states without gain and bias.
-    Tokens count by their weights; the first token, the usual attention sink, is left out unless ``first_token``. The
-    times of a simulation must be dense enough for the polygon through its states to follow the flow. Raises
-    HelmscopeError for states that are not finite. Everything is computed in float64, one depth at a time.
+    Tokens count by their weights; the first token, the usual attention sink, is left out unless
+    ``include_first_token``. The times of a simulation must be dense enough for the polygon through its states to follow
+    the flow. Raises HelmscopeError for states that are not finite. Everything is computed in float64, one depth at a
+    time.
 
     >>> eighth_turns = torch.tensor([0.0, 0.25, 0.5]).double() * torch.pi
     >>> states = torch.stack([eighth_turns.cos(), eighth_turns.sin()], -1).reshape(3, 1, 1, 2)
-    >>> steps = depth_steps(Trajectory(torch.arange(3.0), states), first_token=True)
+    >>> steps = depth_steps(Trajectory(torch.arange(3.0), states), include_first_token=True)
     >>> [round(float(steps[name][2, 0]), 4) for name in ("angle", "arc_length", "update_cosine", "ambient_cosine")]
     [0.7854, 1.5708, 1.0, 0.7071]
     """
     path = sphere_and_ids(system, None)[0]
-    path = check_finite(path if first_token else without_first_token(path))
+    path = check_finite(path if include_first_token else without_first_token(path))
     report, walk, columns = check_progress(progress), _Walk(path), []
     for k in range(len(path.states)):
         columns.append(walk.step(k))
@@ -92,7 +93,9 @@ def depth_steps(
     measurement = with_cumulative(with_bounds(with_replicates(values, path), BOUNDS), path.axis, CUMULATIVE)
     for name in measurement.data_vars:
         measurement[name].attrs["long_name"] = LABELS[str(name)]
-    return with_halves(measurement, system).assign_attrs(sphere=sphere_text(system), first_token=int(first_token))
+    return with_halves(measurement, system).assign_attrs(
+        sphere=sphere_text(system), include_first_token=int(include_first_token)
+    )
 
 
 class _Walk:

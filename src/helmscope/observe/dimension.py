@@ -30,7 +30,7 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 
 from helmscope.geometry.arithmetic import conversion_hint
-from helmscope.observe.nearest import Nearest
+from helmscope.observe.nearest import NearestNeighbors
 from helmscope.observe.neighbor_entropy import distinct, equal_weights
 from helmscope.observe.track import token_weights
 from helmscope.stats.intervals import jackknife_interval
@@ -149,7 +149,7 @@ def dimension_by_scale(
     if not scales:
         raise HelmscopeError(f"neighbors is {short_repr(neighbors)}, but it must hold at least one number")
     cloud = distinct_cloud(points, weights)
-    distances = Nearest.of(cloud, 2 * max(scales)).distances.cpu().numpy()
+    distances = NearestNeighbors.of(cloud, 2 * max(scales)).distances.cpu().numpy()
     found = [gride_of_ratios(distances[:, 2 * k - 1] / distances[:, k - 1], k) for k in scales]
     values = {"dimension": [each.estimate for each in found], "dimension_low": [each.low for each in found]}
     values |= {"dimension_high": [each.high for each in found]}
@@ -217,7 +217,8 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
     cloud = cloud[distinct(cloud)]
     if len(cloud) < MIN_POINTS:
         raise HelmscopeError(
-            f"points have {len(cloud)} distinct ones that count, but a dimension needs at least {MIN_POINTS}"
+            f"only {len(cloud)} {'point is distinct and has' if len(cloud) == 1 else 'points are distinct and have'} "
+            f"positive weight, but a dimension needs at least {MIN_POINTS}"
         )
     return cloud
 
@@ -230,7 +231,7 @@ def neighbor_ratios(
     >>> neighbor_ratios(torch.tensor([[0.0], [1], [3], [7], [15], [31], [63], [127]]))[:3].tolist()
     [3.0, 2.0, 1.5]
     """
-    distances = Nearest.of(distinct_cloud(points, weights), 2 * neighbor).distances
+    distances = NearestNeighbors.of(distinct_cloud(points, weights), 2 * neighbor).distances
     return np.asarray((distances[:, 2 * neighbor - 1] / distances[:, neighbor - 1]).cpu().numpy())
 
 

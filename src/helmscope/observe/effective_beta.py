@@ -86,7 +86,7 @@ class EffectiveBeta(Instrument):
         return None
 
     def start(self, plan: ReplayPlan) -> None:
-        """Start a new replay; the sphere of a post-norm model is computed first, by one more forward."""
+        """Start a new replay; the sphere of a post-norm model is computed first, by one more forward pass."""
         self._path = self.on_sphere if self._recording is None else self._recording.on_sphere
         super().start(plan)
 

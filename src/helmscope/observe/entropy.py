@@ -17,8 +17,8 @@ How to read it. Gaussian entropy counts every direction equally, however little 
 counts directions by the variance that they carry, and is at most log D.
 How it fails. Fewer tokens than dimensions have a singular covariance. The bias of the Gaussian entropy is about
 -D (D + 1) / (4 N) for N independent tokens; the jackknife over prompts removes its first order.
-Cost of ``entropy_along_depth``. No forward; two eigendecompositions of D x D matrices for each prompt and depth, and
-O(N^2) distances of N tokens for each depth.
+Cost of ``entropy_along_depth``. No forward pass; two eigendecompositions of D x D matrices for each prompt and depth,
+and O(N^2) distances of N tokens for each depth.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _matrix_entropy(moments: CloudMoments, *, centered: bool) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class CommonRange:
+class PooledClouds:
     """The cloud of all tokens of all prompts at every depth, in coordinates of the linear space that they all span.
 
     ``basis`` (d, D) is orthonormal; D is below d where norms remove the mean, or tokens are few. ``undefined`` are the
@@ -167,7 +167,7 @@ class CommonRange:
 
     >>> from helmscope.types import Trajectory
     >>> states = torch.eye(3)[[0, 1, 0, 1]] * torch.tensor([1.0, 1.0, -1.0, -1.0])[:, None]
-    >>> CommonRange.of(Trajectory(torch.zeros(1), states.expand(1, 4, 4, 3))).basis.shape
+    >>> PooledClouds.of(Trajectory(torch.zeros(1), states.expand(1, 4, 4, 3))).basis.shape
     torch.Size([3, 2])
     """
 
@@ -178,11 +178,11 @@ class CommonRange:
 
     @classmethod
     @full_precision
-    def of(cls, path: Trajectory) -> CommonRange:
+    def of(cls, path: Trajectory) -> PooledClouds:
         """That of a trajectory of unit vectors; raises HelmscopeError for fewer than two prompts.
 
         >>> from helmscope.types import Trajectory
-        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined  # on a line
+        >>> PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined  # on a line
         (0,)
         """
         flat = [PooledMoments.of(*_cloud(path, k)) for k in range(len(path.states))]
@@ -205,7 +205,7 @@ class CommonRange:
         """The rank of the covariance at every depth.
 
         >>> from helmscope.types import Trajectory
-        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).ranks()
+        >>> PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).ranks()
         [1]
         """
         return [int((each.whole.eigenvalues > 0).sum()) for each in self.moments]
@@ -214,7 +214,7 @@ class CommonRange:
         """The jackknife pseudo-values of a statistic at the depth number k; NaN where the rank changes.
 
         >>> from helmscope.types import Trajectory
-        >>> common = CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)))
+        >>> common = PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)))
         >>> common.pseudo_values(0, lambda moments: moments.gaussian_entropy)
         tensor([nan, nan], dtype=torch.float64)
         """
@@ -227,7 +227,7 @@ class CommonRange:
         """Where and why the Gaussian entropy is undefined, in a sentence; "none" if nowhere.
 
         >>> from helmscope.types import Trajectory
-        >>> CommonRange.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined_text[:14]
+        >>> PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined_text[:14]
         'NaN at time 0:'
         """
         if not self.undefined:
@@ -254,7 +254,7 @@ def _projected(moments: PooledMoments, basis: Tensor) -> PooledMoments:
 def entropy_along_depth(
     system: Trajectory | System,
     *,
-    first_token: bool = False,
+    include_first_token: bool = False,
     principal_axes: int | None = None,
     neighbors: int = NEIGHBORS,
     progress: ProgressOption = None,
@@ -271,9 +271,9 @@ def entropy_along_depth(
     The Gaussian quantities are taken in the space that the tokens of all depths span, of dimension ``rank`` (an
     attribute; the rank of the covariance at each depth is a coordinate): NaN at depths where the covariance has a lower
     rank, or would have without one of the prompts, as the attribute ``undefined`` says. Unit vectors of a Recording are
-    those of ``on_sphere``. The first token is left out unless ``first_token``. Nearest neighbors need equal weights, or
-    0: otherwise NaN. Raises HelmscopeError for fewer than two prompts, for states that are not finite, and for more
-    than 8 principal axes.
+    those of ``on_sphere``. The first token is left out unless ``include_first_token``. Nearest neighbors need equal
+    weights, or 0: otherwise NaN. Raises HelmscopeError for fewer than two prompts, for states that are not finite, and
+    for more than 8 principal axes.
 
     >>> from helmscope import record
     >>> measured = entropy_along_depth(record("A", ["Once upon a time there was a cat", "The dog ran home to eat"]))
@@ -281,11 +281,11 @@ def entropy_along_depth(
     (('depth', 'prompt'), 191, True)
     """
     path = sphere_and_ids(system, None)[0]
-    path = check_finite(path if first_token else without_first_token(path))
+    path = check_finite(path if include_first_token else without_first_token(path))
     d = path.states.shape[-1]
     principal_axes = max(1, min(DIMENSIONS, d - 1)) if principal_axes is None else check_dimensions(principal_axes, d)
     neighbors, report = check_integer("neighbors", neighbors, at_least=1), check_progress(progress)
-    common, columns = CommonRange.of(path), []
+    common, columns = PooledClouds.of(path), []
     for k in range(len(path.states)):
         columns.append(_at_depth(common, k) | _by_neighbors(path, k, principal_axes, neighbors))
         report((k + 1) / len(path.states))
@@ -301,11 +301,11 @@ def entropy_along_depth(
         replicates=f"jackknife pseudo-values, one per {path.replicate} left out",
         principal_axes=principal_axes,
         neighbors=neighbors,
-        first_token=int(first_token),
+        include_first_token=int(include_first_token),
     )
 
 
-def _at_depth(common: CommonRange, k: int) -> dict[str, Tensor]:
+def _at_depth(common: PooledClouds, k: int) -> dict[str, Tensor]:
     """The pseudo-values of the statistics of moments at the depth number k."""
     moments = common.moments[k]
     return {
@@ -329,7 +329,7 @@ def _by_neighbors(path: Trajectory, k: int, principal_axes: int, neighbors: int)
     copies = torch.zeros(prompts, dtype=points.dtype, device=x.device).index_add(0, group, (~kept).to(points))
     try:
         equal_weights(weights.flatten())
-        found = NeighborDistances.of(points[kept], neighbors).pseudo_values(group[kept], prompts)
+        found = NeighborDistances.of(points[kept], neighbors).replicates(group[kept], prompts)
     except HelmscopeError:  # too few distinct tokens, or masses that differ
         found = torch.full_like(copies, torch.nan)
     return {"neighbor_entropy": found, "copies": copies}

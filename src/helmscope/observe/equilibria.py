@@ -102,7 +102,7 @@ def find_equilibria(
     zeros = find_zeros(
         lambda x: _linearize(velocity, x),
         starts,
-        tolerance=TOLERANCE[starts.dtype],
+        tol=TOLERANCE[starts.dtype],
         max_iterations=check_integer("max_iterations", max_iterations, at_least=1),
         progress=check_progress(progress),
     )

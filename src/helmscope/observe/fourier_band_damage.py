@@ -14,7 +14,7 @@ How to read it. Where blocks write nothing each token is on its own, and bands d
 over tokens removes high frequencies, and attention that compares neighbors amplifies them.
 How it fails. Damage grows with the size of a perturbation, as its square while it is small: compare bands only at equal
 norms. A text whose frequencies 0, 2/n, ..., 1 miss a band is refused.
-Cost. One forward from the perturbed layer on for each band, layer and draw, and one without.
+Cost. One forward pass from the perturbed layer on for each band, layer and draw, and one without.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def fourier_band_damage(
     count = check_integer("draws", draws, at_least=1)
     chosen = chosen_layers(recording, layers)
     for name, band in wanted.items():
-        _check_texts(recording, f"band '{name}'", band)
+        check_texts(recording, f"band '{name}'", band)
     edits = {
         f"{name}, layer {layer}, draw {draw}": PerturbFourierBand(
             [layer], band=band, relative_norm=relative_norm, per_token=per_token, seed=_seed(seed, number, draw)
@@ -123,8 +123,12 @@ def _checked_bands(bands: object) -> dict[str, Band]:
     return {str(name): check_band(f"band '{name}'", band) for name, band in bands.items()}
 
 
-def _check_texts(recording: Recording, name: str, band: Band) -> None:
-    """Raise HelmscopeError for a text without a frequency in a band, before anything is run."""
+def check_texts(recording: Recording, name: str, band: Band) -> None:
+    """Raise HelmscopeError for a text without a frequency in a band, before anything is run.
+
+    >>> from helmscope import record
+    >>> check_texts(record("A", ["Once upon a time"]), "band", (0.75, 1.0))
+    """
     for text, ids in enumerate(recording.batch.visible_ids):
         check_has_frequency(name, band, len(ids), text)
 

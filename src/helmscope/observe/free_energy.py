@@ -8,7 +8,7 @@ and one pair (nu, U) for both. U belongs to its MLP: the potential of the exact 
 the unit sphere (norm folded in) with psi(0) = Psi(0) = 0. A direction x of radius r moves by P f / r, so that its drift
 is grad_S U / r, plus the swirl over r: U is divided by the radius with which the MLP reads the token. nu belongs to its
 attention: the mean over tokens of tr(P Sigma_A P) / t, summed over heads, t the dimension of the tangent space
-(``attention_noise``): how fast a direction would diffuse if each head drew one key at random instead of averaging.
+(``attention_diffusion``): how fast a direction would diffuse if each head drew one key at random instead of averaging.
 **For an attention half-step** this means: real attention is deterministic and not a map of one token, so that it has no
 noise and no potential of its own. Delta F asks whether the tokens that attention leaves are lower in the landscape of
 the MLP that follows it, and more spread out, at the exchange rate nu.
@@ -31,7 +31,7 @@ block to block by the additive constants of their potentials, which nothing fixe
 something, and it has the sign of U that the flow does not descend.
 
 How it fails. Changes of H from few tokens are noise: with N tokens in D dimensions keep N well above D.
-Cost. One replay of attention, no further forward; 3 evaluations of U for each sampled token and layer.
+Cost. One replay of attention, no further forward pass; 3 evaluations of U for each sampled token and layer.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from helmscope.fields.field import StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.noise import IsotropicNoise
 from helmscope.models.recording import Recording
-from helmscope.observe.attention_noise import AttentionNoise
+from helmscope.observe.attention_diffusion import AttentionDiffusion
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
-from helmscope.observe.entropy import CommonRange, entropy_unsupported
+from helmscope.observe.entropy import PooledClouds, entropy_unsupported
 from helmscope.observe.free_energy_steps import SampledTokens, Step, pseudo_values, step_changes
 from helmscope.observe.mlp_entropy_change import TOKENS, block_unsupported
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
@@ -68,21 +68,21 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 LABELS = {
-    "free_energy_change": "change of F = -nu H - E[U / r] in a step",
-    "entropy_term": "its part -nu Delta H",
-    "potential_term": "its part -E[Delta U / r]",
+    "free_energy_change": "change of the free energy F = -nu H - E[U / r] in a step",
+    "entropy_term": "entropy term -nu Delta H of the change of F",
+    "potential_term": "potential term -E[Delta U / r] of the change of F",
     "entropy_change": "change of the Gaussian entropy in a step (nats)",
     "predicted_free_energy_change": "change of F that nu and U predict",
     "predicted_entropy_change": "change of entropy that nu and U predict (nats)",
-    "gaussian_predicted_free_energy_change": "change of F that they predict with the Gaussian entropy",
-    "gaussian_predicted_entropy_change": "change of the Gaussian entropy that they predict (nats)",
-    "free_energy": "F since the first state, cumulated",
+    "gaussian_predicted_free_energy_change": "change of F that nu and U predict with the Gaussian entropy",
+    "gaussian_predicted_entropy_change": "change of the Gaussian entropy that nu and U predict (nats)",
+    "free_energy": "free energy F since the first state, cumulated",
     "predicted_free_energy": "F that nu and U predict, cumulated",
-    "gaussian_predicted_free_energy": "F that they predict with the Gaussian entropy, cumulated",
+    "gaussian_predicted_free_energy": "F that nu and U predict with the Gaussian entropy, cumulated",
     "entropy": "Gaussian entropy (nats)",
     "predicted_entropy": "entropy that nu and U predict (nats)",
     "gaussian_predicted_entropy": "Gaussian entropy that nu and U predict (nats)",
-    "free_energy_as_printed": "nu Ent + E[U / r] as printed; depends on each layer's constant",
+    "free_energy_as_printed": "free energy nu Ent + E[U / r] as printed; depends on each layer's constant",
     "nu": "diffusivity nu of attention, mode A (squared radians per layer)",
 }
 
@@ -94,7 +94,7 @@ def free_energy_along_depth(
     system: System,
     *,
     tokens: int | None = TOKENS,
-    first_token: bool = False,
+    include_first_token: bool = False,
     predict: bool = True,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -105,8 +105,8 @@ def free_energy_along_depth(
     (cumulated), their predicted curves and ``free_energy_as_printed`` belong to the state. All values are jackknife
     pseudo-values over prompts, whose mean is the statistic of all tokens (``entropy_along_depth``). Means of U and of
     the drift are over ``tokens`` of each prompt, evenly spaced (all if None); the entropy is that of all tokens,
-    without the first unless ``first_token``. NaN where the entropy is undefined (attribute ``undefined``). Without
-    ``predict`` predictions are left out.
+    without the first unless ``include_first_token``. NaN where the entropy is undefined (attribute ``undefined``).
+    Without ``predict`` predictions are left out.
 
     A simulation must be a flow on the sphere under an MLP alone, with isotropic noise, whose nu is then that of the
     noise. Raises HelmscopeError, as ``free_energy_unsupported`` says, for other systems and for fewer than two prompts.
@@ -122,12 +122,14 @@ def free_energy_along_depth(
     if reason is not None:
         raise HelmscopeError(reason)
     path = sphere_and_ids(system, None)[0]
-    path = check_finite(path if first_token else without_first_token(path))
+    path = check_finite(path if include_first_token else without_first_token(path))
     report = check_progress(progress)
-    chosen, counts = spaced_tokens(token_weights_at(path, 0), count, first_token=first_token, replicate=path.replicate)
+    chosen, counts = spaced_tokens(
+        token_weights_at(path, 0), count, include_first_token=include_first_token, replicate=path.replicate
+    )
     m = taken(token_weights_at(path, 0), chosen) * counts
     nus = _diffusivities(system)
-    sampled = SampledTokens(system, path, CommonRange.of(path), chosen, m, nus, _is_centered(system))
+    sampled = SampledTokens(system, path, PooledClouds.of(path), chosen, m, nus, _is_centered(system))
     report(0.3)
     columns, steps = [], list(_steps(system))
     for k, step in enumerate(steps):
@@ -219,7 +221,7 @@ def _diffusivities(system: System) -> Float[Tensor, "layer prompt"]:
     """nu of every layer and prompt: that of attention in mode A, or of the noise of a simulation."""
     device = system.trajectory.states.device
     if isinstance(system, Recording):
-        measured = system.replay(AttentionNoise())["attention_noise"].total_nu_token_sampling
+        measured = system.replay(AttentionDiffusion())["attention_diffusion"].total_nu_token_sampling
         return torch.as_tensor(measured.transpose("layer", "prompt").values, dtype=torch.float64, device=device)
     assert isinstance(system, Simulation)
     noise = system.problem.noise
@@ -244,7 +246,7 @@ def free_energy_unsupported(system: System) -> str | None:
     if isinstance(system, Recording):
         if system.anatomy.depths.steps != 2:
             return "system has cross-attention, but free_energy_along_depth needs blocks of attention and an MLP alone"
-        return block_unsupported(system, "free_energy_along_depth") or system.unsupported_reason(AttentionNoise())
+        return block_unsupported(system, "free_energy_along_depth") or system.unsupported_reason(AttentionDiffusion())
     if not isinstance(system, Simulation) or not isinstance(system.field, MLP | GatedMLP):
         field = type_with_article(getattr(system, "field", system))
         return f"system has {field} as its field, but free_energy_along_depth of a simulation needs an MLP alone"

@@ -19,7 +19,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.models.recording import Recording
 from helmscope.observe.entropy import surface_fisher_information
-from helmscope.observe.force_terms import ForceTerms, force_terms
+from helmscope.observe.mlp_drift_terms import MlpDriftTerms, mlp_drift_terms
 from helmscope.observe.token_choice import taken
 from helmscope.observe.track import token_mean
 from helmscope.stats import replicates
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.observe.entropy import CommonRange
+    from helmscope.observe.entropy import PooledClouds
     from helmscope.types import System, Trajectory
 
 
@@ -56,7 +56,7 @@ class SampledTokens:
 
     system: System
     path: Trajectory
-    common: CommonRange
+    common: PooledClouds
     chosen: Tensor
     m: Tensor
     nus: Tensor
@@ -94,10 +94,10 @@ class SampledTokens:
         split = helmholtz(self.force(layer))
         return self.mean(split.potential(self.x(k)) / self.radius(layer))
 
-    def terms(self, k: int, layer: int) -> ForceTerms:
+    def terms(self, k: int, layer: int) -> MlpDriftTerms:
         """The means of divergence, work and Laplacian at the depth number k."""
-        found = force_terms(self.force(layer), self.x(k), self.radius(layer), centered=self.centered)
-        return ForceTerms(*(self.mean(each) for each in (found.divergence, found.work, found.laplacian)))
+        found = mlp_drift_terms(self.force(layer), self.x(k), self.radius(layer), centered=self.centered)
+        return MlpDriftTerms(*(self.mean(each) for each in (found.divergence, found.work, found.laplacian)))
 
     @full_precision
     def score_drift(self, k: int, layer: int) -> Float[Tensor, " one_and_prompts"]:

@@ -295,12 +295,12 @@ class _SimulatedToken(FrozenToken):
 
     def images(self, w: Tensor) -> Tensor:
         run = self.simulation
-        y = run.stream(depth=0).double()
+        y = run.residual_stream(depth=0).double()
         dy = self._at_token(w.double() * self._radius(y).unsqueeze(-1), y)
         found, times = [self._direction(y, dy)], run.times.tolist()
         for k in range(1, len(times)):
             dy = self._carry(y, dy, times[k - 1], times[k])
-            y = run.stream(depth=k).double()
+            y = run.residual_stream(depth=k).double()
             found.append(self._direction(y, dy))
         return torch.stack(found)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from scipy import optimize
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.gaussian import Gaussian
@@ -18,37 +19,45 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.observe.layer_energy import LayerEnergy
+    from helmscope.meanfield.jko_gaussian import CovarianceStep
+    from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
 
-SMALLEST, LARGEST, COARSE, FINE = 1e-3, 1e2, 9, 8  # of tau: a grid in its logarithm, and golden sections of its best
+SMALLEST, LARGEST, COARSE = 1e-3, 1e2, 9  # of tau: a grid in its logarithm
+FINE, FEW = 1e-3, 14  # tolerance in log tau, and the most evaluations of its search
 STABLE = 0.9  # of the largest tau for which the step has a minimum
 NOTHING = 1e-9  # of the size of a cloud: a smaller gap is rounding
 ROUNDING = 1e-12  # of the squared length of the mean: a smaller variance is 0
 VARIES = 1e-10  # of the largest variance: smaller ones are 0
+SPANNED = 1e-2 * VARIES  # of the largest variance of a cloud: a direction with less is not spanned
 PARTS = ("gap_closed_share", "objective_input", "objective_output", "objective_minimizer")
 
 
-class _Minimum(NamedTuple):
-    """The law after a step, and its distance from the law before."""
+class Minimum(NamedTuple):
+    """The law after a step, N(``mean``, C') with C' in ``step``, and its distance ``gap`` from the law before."""
 
-    mean: Tensor
-    covariance: Tensor
+    mean: Float[Tensor, " d"]
+    step: CovarianceStep
     gap: float
+
+    @property
+    def entropy(self) -> float:
+        """(1/2) log det(2 pi e C')."""
+        return (len(self.mean) * (1 + float(np.log(2 * np.pi))) + self.step.log_det) / 2
 
 
 @dataclass(frozen=True, eq=False)
 class FittedStep:
     """A step of size ``tau`` for an energy, in coordinates along ``axes``.
 
-    >>> from helmscope.observe.layer_energy import LayerEnergy
+    >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
     >>> eye = torch.eye(1).double()
-    >>> step = FittedStep(LayerEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
+    >>> step = FittedStep(QuadraticFreeEnergy(1.5 * eye, 0 * eye[0], 0 * eye[0], 0.4), 0.1, eye)
     >>> law = step.minimizer(Gaussian(2 * eye[0], 1.69 * eye))
     >>> law.mean.item(), law.covariance.sqrt().item()
     (1.7391304347826..., 1.1604092159529...)
     """
 
-    energy: LayerEnergy
+    energy: QuadraticFreeEnergy
     tau: float
     axes: Float[Tensor, "d k"]
 
@@ -56,64 +65,120 @@ class FittedStep:
         """The law after a step from ``before``: the covariance by ``QuadraticSteps``, and the mean m' with
         (1 + tau K)(m' - m) = -tau grad V(m).
         """
-        law = self._minimum(before)
-        return Gaussian(law.mean, law.covariance)
+        law = self.minimum(before)
+        return Gaussian(law.mean, law.step.covariance)
 
     @full_precision
-    def _minimum(self, before: Gaussian) -> _Minimum:
-        energy = self.energy
-        covariance, squared = energy.steps.covariance(before.covariance, self.tau)
-        shift = energy.steps.solved(-self.tau * energy.slope_at(before.mean), self.tau)
-        gap = float(squared + shift.square().sum()) ** 0.5
-        return _Minimum(before.mean + shift, covariance, gap)
+    def minimum(self, before: Gaussian) -> Minimum:
+        """The law after a step from ``before``, with what its derivatives need.
 
-    @full_precision
-    def objective(self, law: Gaussian, before: Gaussian, distance: float | None = None) -> float:
-        """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``; ``distance`` is that W2,
-        if it is known.
-
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> still = FittedStep(QuadraticFreeEnergy(0 * eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> still.minimum(Gaussian(eye[0], eye)).gap
+        0.0
+        """
+        energy = self.energy
+        step = energy.steps.step(before.covariance, self.tau)
+        shift = energy.steps.solved(-self.tau * energy.slope_at(before.mean), self.tau)
+        gap = float(step.squared_distance + shift.square().sum()) ** 0.5
+        return Minimum(before.mean + shift, step, gap)
+
+    @full_precision
+    def objective(self, law: Gaussian, before: Gaussian) -> float:
+        """nu Ent + int V + W2^2(law, before) / (2 tau), with V = 0 at the mean of ``before``.
+
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
+        >>> eye = torch.eye(1).double()
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> step.objective(Gaussian(eye[0], eye), Gaussian(0 * eye[0], eye))  # (1 + 1) / 2 and a distance of 1
         1.5
         """
-        energy, moved = self.energy, law.mean - before.mean
-        second = law.covariance + torch.outer(moved, moved)
-        distance = law.w2(before) if distance is None else distance
+        return self._objective(law.mean, law.covariance, law.entropy, law.w2(before), before)
+
+    def _objective(self, mean: Tensor, covariance: Tensor, entropy: float, distance: float, before: Gaussian) -> float:
+        energy, moved = self.energy, mean - before.mean
+        second = covariance + torch.outer(moved, moved)
         potential = float(energy.slope_at(before.mean) @ moved) + float((energy.stiffness * second).sum()) / 2
-        return -energy.nu * law.entropy + potential + distance**2 / (2 * self.tau)
+        return -energy.nu * entropy + potential + distance**2 / (2 * self.tau)
 
     def closed(self, before: Gaussian, after: Gaussian) -> float:
         """1 - W2(after, minimizer) / W2(before, minimizer); NaN where the step moves nothing.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> before = Gaussian(eye[0], eye)
         >>> round(step.closed(before, step.minimizer(before)), 6), abs(step.closed(before, before)) < 1e-15
         (1.0, True)
         """
-        return _closed(before, after, self._minimum(before))
+        return _closed(before, after, self.minimum(before))
 
+    @full_precision
     def values(self, before: Gaussian, after: Gaussian) -> list[float]:
         """The share, and the objective at the input, the output and the minimizer.
 
-        >>> from helmscope.observe.layer_energy import LayerEnergy
+        >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
-        >>> step = FittedStep(LayerEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
+        >>> step = FittedStep(QuadraticFreeEnergy(eye, 0 * eye[0], 0 * eye[0], 0.0), 1.0, eye)
         >>> abs(step.values(Gaussian(eye[0], eye), Gaussian(eye[0], eye))[0]) < 1e-15
         True
         """
-        minimum = self._minimum(before)
-        known = ((before, 0.0), (after, None), (Gaussian(minimum.mean, minimum.covariance), minimum.gap))
-        return [_closed(before, after, minimum), *(self.objective(law, before, gap) for law, gap in known)]
+        least = self.minimum(before)
+        return [
+            _closed(before, after, least),
+            self._objective(before.mean, before.covariance, before.entropy, 0.0, before),
+            self.objective(after, before),
+            self._objective(least.mean, least.step.covariance, least.entropy, least.gap, before),
+        ]
 
 
-def _closed(before: Gaussian, after: Gaussian, law: _Minimum) -> float:
+def _closed(before: Gaussian, after: Gaussian, law: Minimum) -> float:
     if not law.gap > NOTHING * float(before.covariance.trace()) ** 0.5:
         return float("nan")
-    return 1 - after.w2_to(law.mean, law.covariance) / law.gap
+    return 1 - after.w2_to(law.mean, law.step.covariance) / law.gap
+
+
+@dataclass(frozen=True, eq=False)
+class PairMoments:
+    """The moments of the tokens of some prompts before and after a step, from which Gaussian laws of both follow.
+
+    >>> x = torch.tensor([[[1.0], [-1.0]], [[2.0], [-2.0]]]).double()
+    >>> PairMoments(PooledMoments.of(x), PooledMoments.of(2 * x)).laws()[1].covariance
+    tensor([[10.]], dtype=torch.float64)
+    """
+
+    before: PooledMoments
+    after: PooledMoments
+
+    def laws(self) -> tuple[Gaussian, Gaussian]:
+        """The laws of all tokens; raises HelmscopeError where a covariance has no full rank.
+
+        >>> x = torch.zeros(2, 3, 1).double()
+        >>> PairMoments(PooledMoments.of(x), PooledMoments.of(x)).laws()
+        Traceback (most recent call last):
+        helmscope.types.errors.HelmscopeError: the cloud of 6 tokens spans 0 of 1 directions, but a JKO step between ...
+        """
+        return _law(self.before.whole), _law(self.after.whole)
+
+    def laws_without_one(self) -> Iterator[tuple[Gaussian, Gaussian]]:
+        """The laws without each prompt in turn, as ``laws``.
+
+        >>> x = torch.tensor([[[1.0], [-1.0]], [[2.0], [-2.0]]]).double()
+        >>> [before.covariance.item() for before, _ in PairMoments(*[PooledMoments.of(x)] * 2).laws_without_one()]
+        [4.0, 1.0]
+        """
+        for before, after in zip(_separate(self.before.without_one), _separate(self.after.without_one), strict=True):
+            yield _law(before), _law(after)
+
+    def ranks(self) -> tuple[int, int]:
+        """The ranks of the covariances of all tokens.
+
+        >>> x = torch.tensor([[[1.0], [-1.0]], [[2.0], [-2.0]]]).double()
+        >>> PairMoments(PooledMoments.of(x), PooledMoments.of(0 * x)).ranks()
+        (1, 0)
+        """
+        return _rank(self.before.whole.covariance), _rank(self.after.whole.covariance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,25 +207,30 @@ class CloudPair:
         count = min(most, int((values > VARIES * values[-1]).sum()), max(1, fewest // 2))
         while count and float(values[-1]) > ROUNDING * float(moments.mean.square().sum()):
             axes: Tensor = vectors.flip(-1)[:, :count]
-            spanned = min(min(_ranks(self.moments(axes, rows).whole)) for rows in (prompts, others))
+            spanned = min(min(self.moments(axes, rows).ranks()) for rows in (prompts, others))
             if spanned == count:
                 return axes
             count = spanned
         raise HelmscopeError("all tokens of the cloud are the same, but a JKO step needs tokens that differ")
 
     @full_precision
-    def moments(self, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> PooledMoments:
-        """The joint moments of both clouds in the coordinates of axes, from which laws of both follow."""
-        both = torch.cat([self.before[prompts] @ axes, self.after[prompts] @ axes], -1)
-        return PooledMoments.of(both, self.weights[prompts])
+    def moments(self, axes: Float[Tensor, "d k"], prompts: Sequence[int] | np.ndarray) -> PairMoments:
+        """The moments of both clouds in the coordinates of axes."""
+        clouds = (
+            PooledMoments.of(each[list(prompts)] @ axes, self.weights[list(prompts)])
+            for each in (self.before, self.after)
+        )
+        return PairMoments(*clouds)
 
-    def fit(self, energy: LayerEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray) -> FittedStep:
+    def fit(
+        self, energy: QuadraticFreeEnergy, axes: Float[Tensor, "d k"], prompts: list[int] | np.ndarray
+    ) -> FittedStep:
         """The step whose tau has the largest share of the gap closed in some prompts."""
-        before, after = laws(self.moments(axes, prompts).whole)
+        before, after = self.moments(axes, prompts).laws()
         inner = energy.along(axes)
-        softest = float(torch.linalg.eigvalsh(inner.stiffness)[0])
+        softest = float(inner.steps.values[0])
         most = LARGEST if softest >= 0 else min(LARGEST, -STABLE / softest)
-        low, high = np.log(min(SMALLEST, most / 2)), np.log(most)
+        low, high = float(np.log(min(SMALLEST, most / 2))), float(np.log(most))
 
         def share(log_tau: float) -> float:
             found = FittedStep(inner, float(np.exp(log_tau)), axes).closed(before, after)
@@ -168,67 +238,42 @@ class CloudPair:
 
         return FittedStep(inner, float(np.exp(_largest(share, low, high))), axes)
 
-    def pseudo_values(
-        self, step: FittedStep, prompts: list[int] | np.ndarray, *, parts: int = len(PARTS)
-    ) -> Float[Tensor, "prompt parts"]:
-        """The jackknife pseudo-values of a step over some prompts: of all ``PARTS``, or of the share (``parts=1``)."""
 
-        def values(moments: CloudMoments) -> Tensor:
-            if moments.mean.ndim == 1:
-                before, after = laws(moments)
-                found = step.values(before, after) if parts > 1 else [step.closed(before, after)]
-                return torch.tensor(found, dtype=torch.float64, device="cpu")
-            each = [CloudMoments(*one) for one in zip(moments.mean, moments.covariance, moments.mass, strict=True)]
-            return torch.stack([values(one) for one in each])
-
-        return self.moments(step.axes, prompts).pseudo_values(values)
+def _separate(moments: CloudMoments) -> Iterator[CloudMoments]:
+    for one in zip(moments.mean, moments.covariance, moments.mass, strict=True):
+        yield CloudMoments(*one)
 
 
-def laws(joint: CloudMoments) -> tuple[Gaussian, Gaussian]:
-    """The Gaussian laws of two clouds from their joint moments; raises HelmscopeError where one has no full rank.
-
-    >>> before, after = laws(CloudMoments(torch.zeros(2), torch.diag(torch.tensor([1.0, 4.0])), torch.tensor(9.0)))
-    >>> after.covariance
-    tensor([[4.]], dtype=torch.float64)
-    """
-    k = joint.mean.shape[-1] // 2
-    found = []
-    for part, rank in zip((slice(0, k), slice(k, None)), _ranks(joint), strict=True):
-        covariance = joint.covariance[part, part]
-        if rank < k:
-            raise HelmscopeError(
-                f"the cloud of {int(joint.mass)} tokens spans {rank} of {k} directions, but a JKO step between "
-                "Gaussian laws needs all of them: give more prompts, or fewer components"
-            )
-        found.append(Gaussian(joint.mean[part].cpu(), (covariance + covariance.mT).cpu() / 2))
-    return found[0], found[1]
+def _law(moments: CloudMoments) -> Gaussian:
+    """The Gaussian law of a cloud; raises HelmscopeError where its covariance has no full rank."""
+    covariance = moments.covariance.cpu()
+    covariance = (covariance + covariance.mT) / 2
+    k = len(covariance)
+    largest = covariance.abs().sum(-1).amax()  # at least the largest eigenvalue
+    eye = torch.eye(k, dtype=covariance.dtype, device="cpu")
+    # a tenth of the time of the eigenvalues, which are needed only if it fails
+    if int(torch.linalg.cholesky_ex(covariance - SPANNED * largest * eye).info) and _rank(covariance) < k:
+        raise HelmscopeError(
+            f"the cloud of {int(moments.mass)} tokens spans {_rank(covariance)} of {k} directions, but a JKO step "
+            "between Gaussian laws needs all of them: give more prompts, or fewer principal axes"
+        )
+    return Gaussian(moments.mean.cpu(), covariance)
 
 
-def _ranks(joint: CloudMoments) -> tuple[int, int]:
-    """The ranks of the covariances of two clouds."""
-    k = joint.mean.shape[-1] // 2
-    values = [torch.linalg.eigvalsh(joint.covariance[part, part]) for part in (slice(0, k), slice(k, None))]
-    first, second = (int((each > 1e-2 * VARIES * each[-1]).sum()) for each in values)
-    return first, second
+def _rank(covariance: Tensor) -> int:
+    values = torch.linalg.eigvalsh(covariance)
+    return int((values > SPANNED * values[-1]).sum())
 
 
 def _largest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function is largest between two numbers: the best point of a grid, refined by golden sections."""
+    """Where a function is largest between two numbers: the best point of a grid, refined between its neighbors by
+    parabolas and golden sections (Brent's method).
+    """
     grid = np.linspace(low, high, COARSE)
     values = [function(point) for point in grid]
     best = int(np.argmax(values))
-    a, b = grid[max(best - 1, 0)], grid[min(best + 1, COARSE - 1)]
-    ratio = (5**0.5 - 1) / 2
-    c, d = b - ratio * (b - a), a + ratio * (b - a)
-    at_c, at_d = function(c), function(d)
-    for _ in range(FINE - 2):
-        if at_c > at_d:
-            b, d, at_d = d, c, at_c
-            c = b - ratio * (b - a)
-            at_c = function(c)
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + ratio * (b - a)
-            at_d = function(d)
-    point, value = (c, at_c) if at_c > at_d else (d, at_d)
-    return float(point if value > values[best] else grid[best])
+    ends = grid[max(best - 1, 0)], grid[min(best + 1, COARSE - 1)]
+    found = optimize.minimize_scalar(
+        lambda point: -function(point), bounds=ends, method="bounded", options={"xatol": FINE, "maxiter": FEW}
+    )
+    return float(found.x if -found.fun > values[best] else grid[best])

@@ -3,7 +3,7 @@
 A block writes a(y) by attention and then m(y + a(y)) by its MLP. The sum of the generators of both halves at the first
 state belongs to a(y) + m(y); the difference is the splitting defect, a commutator [Helmholtz Transformer, no. 8].
 Sigma_A = (1/2) sum_h T W_O^h Cov_P W_O^hT T / |y|^2 is the covariance of attention if one token were sampled (mode A of
-``attention_noise``), T the projector to the tangent space; attention is deterministic, and has no such term.
+``attention_diffusion``), T the projector to the tangent space; attention is deterministic, and has no such term.
 
 Of a change C_i of a probe at the tokens i of a prompt, a prediction T_i explains 1 - E (C - T)^2 / E C^2, with E the
 mean over tokens, whatever the scale of the probe; a share of several probes is the mean of theirs.
@@ -20,7 +20,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.norms import UnitNorm
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.attention_noise import head_covariances
+from helmscope.observe.attention_diffusion import head_covariances
 from helmscope.observe.generator import convergence_order
 from helmscope.observe.head_moments import HEADS_NEED, centered_output, with_heads
 from helmscope.observe.token_choice import sample_tokens, taken
@@ -154,10 +154,10 @@ def _point(tensors: MlpTensors, state: Tensor) -> Tensor:
 
 class SamplingTerms(_Terms):
     """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate.
-    ``explained_share_sampling`` has
-    it in place of the second moment, ``explained_share_sampled_step`` beside it, as a step with noise would have both,
-    ``sampling_error`` is its mean square over that of the change, and ``order_sampling`` the order in s of the
-    remainder with Sigma_A in place of the second moment.
+
+    ``explained_share_sigma`` has it in place of the second moment, ``explained_share_second_moment_and_sigma`` beside
+    it, as a step with noise would have both, ``sampling_error`` is its mean square over that of the change, and
+    ``order_sigma`` the order in s of the remainder with Sigma_A in place of the second moment.
     """
 
     name = "sampling_terms"
@@ -188,10 +188,10 @@ class SamplingTerms(_Terms):
             found["left"].append(torch.stack([missed(change, change - each, m) for each in rest], -1))
         means = {name: torch.cat(parts, 1).nanmean(1) for name, parts in found.items()}
         values = {
-            "explained_share_sampling": 1 - means["in_place"],
-            "explained_share_sampled_step": 1 - means["beside"],
+            "explained_share_sigma": 1 - means["in_place"],
+            "explained_share_second_moment_and_sigma": 1 - means["beside"],
             "sampling_error": means["alone"],
-            "order_sampling": convergence_order(means["left"].sqrt()),
+            "order_sigma": convergence_order(means["left"].sqrt()),
         }
         self.keep(context, values)
 

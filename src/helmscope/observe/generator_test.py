@@ -22,24 +22,25 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
         _of_mean           1 - sum_p (E C_p - E T_p)^2 w_p / sum_p (E C_p)^2 w_p, w_p = 1 / E C_p^2: of the change of
                            the mean of a probe over the cloud, in which what tokens do in different directions cancels
         _first_state       T the drifts of both halves at the first state: the MLP's write is evaluated there
-        _sampling          T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
+        _sigma             T the drift and Sigma_A:Hess phi in place of the second moment, with Sigma_A = (1/2) Cov_P of
                            the values, as if attention sampled one token
-        _sampled_step      Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
+        _second_moment_and_sigma
+                           Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
     sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error
     remainder              root mean square over tokens and probes of a kind of the remainder after the drift at each s,
                            over that of the change at s = 1; remainder_second_moment after both terms
     order                  its order in s over all probes, the limit for s to 0: 2, and order_second_moment 3, by
-                           construction; order_sampling, with Sigma_A in place of the second moment, stays 2. They are
+                           construction; order_sigma, with Sigma_A in place of the second moment, stays 2. They are
                            extrapolated from steps of which the longest is 1/4, and their halves
 
 How to read it. A share near 1 at s = 1 makes "to first order" a statement about the model; orders of 2 and 3 do not,
 they hold for every smooth probe and check the instrument. Second-order terms that improve the share say that steps are
-moderate; if they worsen it, the series does not describe the step at all. explained_share_sampling above
+moderate; if they worsen it, the series does not describe the step at all. explained_share_sigma above
 explained_share is no evidence of noise: on a sphere of many dimensions every tangent second moment shortens <a, x> by
-half its trace, that of the step as well as Sigma_A. explained_share_sampled_step below explained_share_second_moment,
-and an order of 2, are the test of Sigma_A.
+half its trace, that of the step as well as Sigma_A. explained_share_second_moment_and_sigma below
+explained_share_second_moment, and an order of 2, are the test of Sigma_A.
 
 How it fails. A probe that is nearly linear on the scale of a step is explained by any drift; those here are not.
 NaN where no token of a prompt moves. ``explained_share_first_state`` and ``splitting_defect`` need MLPs that add to
@@ -89,15 +90,15 @@ LABELS = {
     "explained_share_second_moment": "share that drift and second moment explain",
     "explained_share_of_mean": "share of the change of the mean over tokens that the drift explains",
     "explained_share_first_state": "share that the drifts of both halves at the first state explain",
-    "explained_share_sampling": "share that the drift explains with Sigma_A in place of the second moment",
-    "explained_share_sampled_step": "share that drift, second moment and Sigma_A explain",
+    "explained_share_sigma": "share that the drift explains with Sigma_A in place of the second moment",
+    "explained_share_second_moment_and_sigma": "share that drift, second moment and Sigma_A explain",
     "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
     "splitting_defect": "defect of the sum of both updates at the first state, relative",
     "remainder": "remainder after the drift, relative to the change at s = 1",
     "remainder_second_moment": "remainder after drift and second moment, relative",
     "order": "order of the remainder after the drift",
     "order_second_moment": "order of the remainder after drift and second moment",
-    "order_sampling": "order of the remainder with Sigma_A in place of the second moment",
+    "order_sigma": "order of the remainder with Sigma_A in place of the second moment",
 }
 BOUNDS = {
     **dict.fromkeys((name for name in LABELS if "explained_share" in name), BELOW_1),
@@ -111,7 +112,7 @@ def generator_test(
     *,
     bank: ProbeBank | None = None,
     tokens: int = TOKENS,
-    first_token: bool = False,
+    include_first_token: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -120,8 +121,8 @@ def generator_test(
     kind).
 
     ``bank`` holds the probes, by default ``ProbeBank.of(system, seed=seed)``. Everything but Sigma_A is a mean over all
-    tokens that count, without the first unless ``first_token``; Sigma_A is computed at ``tokens`` tokens of each
-    prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a
+    tokens that count, without the first unless ``include_first_token``; Sigma_A is computed at ``tokens`` tokens of
+    each prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a
     simulation that is no sequence of single layers without noise, for states that are not finite, and for a radius of
     0, with prompt, layer and token.
 
@@ -138,7 +139,7 @@ def generator_test(
         raise HelmscopeError(reason)
     if bank is not None and not isinstance(bank, ProbeBank):
         raise HelmscopeError(f"bank is {type_with_article(bank)}, but it must be a ProbeBank: ProbeBank.of(system)")
-    steps = BlockSteps.of(system, first_token=first_token)
+    steps = BlockSteps.of(system, include_first_token=include_first_token)
     bank = ProbeBank.of(system, seed=seed) if bank is None else bank
     report = check_progress(progress)
     columns = []

@@ -15,7 +15,8 @@ as in USA, has a drift but no sampling covariance: NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from helmscope.types import AttentionTensors, ReplayContext
 
+RADIAL = 0.1  # share of a squared length below which a difference of squares would lose more than a digit
 HEADS_NEED = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
 
 
@@ -59,15 +61,16 @@ class TangentSpaces:
         >>> TangentSpaces.of(context, AttentionTensors(2 * x, x)).radius
         tensor([[2., 2., 2.]])
         """
-        counts = torch.ones_like(tensors.state[..., 0]) if context.weights is None else context.weights
-        bad = (~torch.isfinite(tensors.state).all(-1) & (counts > 0)).nonzero()
-        if len(bad):
-            text, token = bad[0].tolist()
+        radius = tensors.radius
+        bad = ~torch.isfinite(radius)  # NaN for a state with NaN, and for one too long for its dtype
+        bad = bad if context.weights is None else bad & (context.weights > 0)
+        if bool(bad.any()):
+            text, token = bad.nonzero()[0].tolist()
             raise HelmscopeError(
                 f"state of text {context.rows.start + text} has a value that is not finite at token {token} in layer "
                 f"{context.layer}, but every state must be finite"
             )
-        return cls(tensors.direction, tensors.radius, context.centered)
+        return cls(tensors.direction, radius, context.centered)
 
     @property
     def dim(self) -> int:
@@ -101,7 +104,7 @@ class HeadMoments:
 
     ``drift`` is |T W_O m|; ``sampling`` tr(T Cov_A T) and ``random`` tr(T Cov_B T) are the traces of the covariances of
     modes A and B *without* their factor 1/2, and ``sampling_ambient`` that of mode A without the projector.
-    ``total_drift`` (rows, n) is the length of the tangential part of the whole write, biases included.
+    ``moved`` (rows, n, d) is the tangential part of the whole write, biases included.
     """
 
     spaces: TangentSpaces
@@ -109,7 +112,7 @@ class HeadMoments:
     sampling: Float[Tensor, "rows heads n"]
     sampling_ambient: Float[Tensor, "rows heads n"]
     random: Float[Tensor, "rows heads n"]
-    total_drift: Float[Tensor, "rows n"]
+    moved: Float[Tensor, "rows n d"]
     has_heads: bool
 
     @classmethod
@@ -124,44 +127,27 @@ class HeadMoments:
         (tensor([[[0.5000, 0.5000]]]), tensor([[[0.2500, 0.2500]]]))
         """
         if tensors not in _KNOWN:
-            assert tensors.kernel is not None
-            blocks = row_blocks(len(tensors.kernel), tensors.kernel[0].numel())
-            _KNOWN[tensors] = _joined([_moments(*_rows(context, tensors, block)) for block in blocks])
+            check_kernel(tensors.kernel)
+            _KNOWN[tensors] = _moments(context, tensors)
         return _KNOWN[tensors]
+
+    @property
+    def total_drift(self) -> Float[Tensor, "rows n"]:
+        """The length of ``moved``."""
+        length: Tensor = torch.linalg.vector_norm(self.moved, dim=-1)
+        return length
 
     def dropped_heads(self, values: Float[Tensor, "rows heads ..."]) -> Tensor:
         """Values without their axis of heads for a simulated field of a single head, else unchanged.
 
         >>> one = torch.ones(1, 1, 2)
-        >>> HeadMoments(None, one, one, one, one, one[0], False).dropped_heads(one).shape
+        >>> HeadMoments(None, one, one, one, one, one, False).dropped_heads(one).shape
         torch.Size([1, 2])
         """
         return values if self.has_heads else values.squeeze(1)
 
 
 _KNOWN: WeakKeyDictionary[AttentionTensors, HeadMoments] = WeakKeyDictionary()
-
-
-def _rows(context: ReplayContext, tensors: AttentionTensors, block: slice) -> tuple[ReplayContext, AttentionTensors]:
-    """Some systems of a chunk."""
-    first = context.rows.start
-    masks = {name: getattr(context, name) for name in ("weights", "visible")}
-    some = {name: mask[block] for name, mask in masks.items() if mask is not None}
-    names = ("state", "direction", "kernel", "query", "key", "value", "write")
-    parts = {name: getattr(tensors, name) for name in names}
-    return (
-        replace(context, rows=slice(first + block.start, first + block.stop), **some),
-        replace(tensors, **{name: part[block] for name, part in parts.items() if part is not None}),
-    )
-
-
-def _joined(blocks: list[HeadMoments]) -> HeadMoments:
-    """The moments of a chunk from those of its systems."""
-    names = ("drift", "sampling", "sampling_ambient", "random", "total_drift")
-    first = blocks[0].spaces
-    x, radius = (torch.cat([getattr(each.spaces, name) for each in blocks]) for name in ("x", "radius"))
-    values = {name: torch.cat([getattr(each, name) for each in blocks]) for name in names}
-    return HeadMoments(TangentSpaces(x, radius, first.centered), **values, has_heads=blocks[0].has_heads)
 
 
 def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,12 +159,23 @@ def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
     >>> [tuple(part.shape) for part in with_heads(AttentionTensors(x, x, x, x, x, x, x, torch.eye(2)))]
     [(1, 1, 2, 2), (1, 1, 2, 2), (1, 2, 2)]
     """
-    kernel, value, output = check_kernel(tensors.kernel), tensors.head_values, tensors.output
+    check_kernel(tensors.kernel)
+    kernel, value, output = _unnormalized(tensors)
+    mass = kernel.sum(-1, keepdim=True)
+    return kernel / torch.where(_sums_to_1(mass), mass, 1.0), value, output
+
+
+def _sums_to_1(mass: Tensor) -> Tensor:
+    """Where a row sums to 1 up to the rounding of the model's softmax."""
+    return (mass - 1).abs() <= ROW_SUM_TOLERANCE
+
+
+def _unnormalized(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights as they are, values and output matrices, with an axis of heads."""
+    kernel, value, output = tensors.kernel, tensors.head_values, tensors.output
+    assert kernel is not None
     assert value is not None
     assert output is not None
-    mass = kernel.sum(-1, keepdim=True)
-    # rows that sum to 1 up to the rounding of the model's softmax sum to 1
-    kernel = kernel / torch.where((mass - 1).abs() <= ROW_SUM_TOLERANCE, mass, 1.0)
     if kernel.ndim == 3:
         return kernel.unsqueeze(1), value.unsqueeze(1), output.unsqueeze(0)
     return kernel, value.to(kernel), output.to(kernel)
@@ -187,17 +184,20 @@ def with_heads(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
 @full_precision
 def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
     spaces = TangentSpaces.of(context, tensors)
-    kernel, value, raw = with_heads(tensors)
+    kernel, value, raw = _unnormalized(tensors)
     output = centered_output(raw, centered=context.centered)
     sums = _KernelSums.of(kernel, value, _along_heads(spaces.x, output), output, raw, context)
     valid, has_keys = sums.rest >= 0, sums.mass > 0
     per_radius = 1 / spaces.radius.unsqueeze(1)
     rounding = 32 * torch.finfo(kernel.dtype).eps
-    traces = sums.sampling(output, raw if context.centered else None)
-    random, size = sums.random(output)
-    floor = rounding * traces.second + rounding**2 * sums.unmoved
-    random_floor = rounding * size + rounding**2 * sums.unmoved * kernel.amax(-1)
-    length = torch.linalg.vector_norm(spaces.project(_write(tensors)), dim=-1)
+    tangent, ambient = sums.sampling()
+    random, size = sums.random()
+    # of the values before the shift: |W (v - shift)|^2 + |W shift|^2 is at least half of |W v|^2
+    unmoved = 2 * (sums.raw_lengths + sums.mass * sums.raw_shift_length)
+    floor = rounding * sums.second + rounding**2 * unmoved
+    random_floor = rounding * size + rounding**2 * unmoved * sums.square_mass.sqrt()
+    write = tensors.write
+    assert write is not None
 
     def scaled(trace: Tensor, floor: Tensor) -> Tensor:
         """A trace over |y|^2; 0 where it is rounding, as for equal values and rows of entropy 0."""
@@ -205,11 +205,11 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
 
     return HeadMoments(
         spaces,
-        torch.where(has_keys, _drift_lengths(spaces, sums.about + sums.shift, output), torch.nan) * per_radius,
-        scaled(traces.tangent, floor),
-        scaled(traces.ambient, floor),
+        torch.where(has_keys, _drift_lengths(spaces, sums, output), torch.nan) * per_radius,
+        scaled(tangent, floor),
+        scaled(ambient, floor),
         scaled(random, random_floor),
-        length / spaces.radius,
+        spaces.project(write) / spaces.radius.unsqueeze(-1),
         tensors.kernel is not None and tensors.kernel.ndim == 4,
     )
 
@@ -223,26 +223,24 @@ def _along_heads(x: Tensor, output: Tensor) -> Tensor:
 
 
 @full_precision
-def _drift_lengths(spaces: TangentSpaces, mean: Tensor, output: Tensor) -> Tensor:
-    """|T W_O m| of every head, one head at a time: the Gram form would lose half of the digits of a small drift."""
-    lengths = [
-        torch.linalg.vector_norm(spaces.project(mean[:, head] @ output[head].mT), dim=-1) for head in range(len(output))
-    ]
-    return torch.stack(lengths, 1)
-
-
-def _write(tensors: AttentionTensors) -> Tensor:
-    assert tensors.write is not None
-    return tensors.write
-
-
-@dataclass(frozen=True, eq=False)
-class _Traces:
-    """tr(T Cov T), tr Cov with the mean over coordinates, and the second moment, the size of what cancels."""
-
-    tangent: Tensor
-    ambient: Tensor
-    second: Tensor
+def _drift_lengths(spaces: TangentSpaces, sums: _KernelSums, output: Tensor) -> Tensor:
+    """|T W_O m| of every head. By its Gram form |W_O m|^2 - (g . m)^2, and where that would lose digits, because W_O m
+    is nearly radial, as the length of a vector.
+    """
+    mean, inner = sums.about + sums.shift, sums.inner + sums.shift_inner
+    squares, along = (inner * mean).sum(-1), (sums.g * mean).sum(-1)
+    tangential = squares - along**2
+    lengths = tangential.clamp(min=0).sqrt()
+    radial = (tangential < RADIAL * squares).nonzero(as_tuple=True)
+    if len(radial[0]):
+        rows, heads, tokens = radial
+        for head in sorted(set(heads.tolist())):
+            chosen = rows[heads == head], tokens[heads == head]
+            written = mean[:, head][chosen] @ output[head].mT
+            # W_O m of centered output matrices has mean 0 over coordinates already
+            written.addcmul_(along[:, head][chosen].unsqueeze(-1), spaces.x[chosen], value=-1)
+            lengths[chosen[0], head, chosen[1]] = torch.linalg.vector_norm(written, dim=-1)
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,9 +248,11 @@ class _KernelSums:
     """The sums over keys that all moments need, with the weights and with their squares, in one product each.
 
     Values are shifted by a common vector, which avoids cancellation; the sink, of value 0, then has the value -shift.
-    ``mean`` is sum_j P_ij v_j of the shifted values, ``about`` that of the row with its sink, ``lengths`` and
-    ``raw_lengths`` the means of v^T G v (with the mean over coordinates), ``radial`` that of (g_i . v)^2, and
-    ``unmoved`` the mean of v^T G v of the values as they are; ``square_...`` have P_ij^2 in place of P_ij.
+    ``mean`` is sum_j P_ij v_j of the shifted values and ``about`` that of the row with its sink; ``lengths`` and
+    ``raw_lengths`` are the means of v^T G v (with the mean over coordinates) and ``radial`` that of (g_i . v)^2;
+    ``square_...`` have P_ij^2 in place of P_ij. ``inner`` is G about, ``shift_inner`` G shift, and ``about_length``,
+    ``shift_length``, ``raw_...`` are their products with about and shift. Rows that sum to 1 up to rounding are
+    normalized, by their sums and not weight by weight.
     """
 
     g: Tensor
@@ -263,80 +263,111 @@ class _KernelSums:
     about: Tensor
     lengths: Tensor
     raw_lengths: Tensor
-    unmoved: Tensor
     radial: Tensor
     square_mass: Tensor
     square_mean: Tensor
     square_lengths: Tensor
     square_radial: Tensor
+    inner: Tensor
+    shift_inner: Tensor
+    about_length: Tensor
+    raw_about_length: Tensor
+    shift_length: Tensor
+    raw_shift_length: Tensor
 
     @classmethod
     @full_precision
     def of(
         cls, kernel: Tensor, value: Tensor, g: Tensor, output: Tensor, raw: Tensor, context: ReplayContext
     ) -> _KernelSums:
+        s = value.shape[-1]
         seen = torch.ones_like(kernel[:, :1, :, 0]) if context.visible is None else context.visible[:, None].to(kernel)
         shift = (seen.unsqueeze(-1) * value).sum(-2, keepdim=True) / seen.sum(-1)[..., None, None]
-        moved, s = value - shift, value.shape[-1]
-        lengths = _squares(moved, output)
-        raw_lengths = _squares(moved, raw) if context.centered else lengths
-        further = torch.stack([lengths, raw_lengths, _squares(value, raw)], -1)
-        sums = kernel @ torch.cat([moved, further], -1)
-        mean, means = sums[..., :s], sums[..., s:]
-        square = kernel * kernel
-        squares = square @ torch.cat([moved, lengths.unsqueeze(-1)], -1)
-        along = g @ moved.mT
-        along = along.mul_(along).mul_(kernel)  # P_ij (g_i . v_j)^2
-        mass, radial = kernel.sum(-1), along.sum(-1)
-        rest = torch.where((1 - mass).abs() <= ROW_SUM_TOLERANCE, 0.0, 1 - mass)
-        about = mean - rest.unsqueeze(-1) * shift
+        moved, gram = value - shift, output.mT @ output
+        # |W v|^2 is that of the centered matrix and d (mean over coordinates)^2
+        means = raw.mean(-2).unsqueeze(-2) * math.sqrt(raw.shape[-2]) if context.centered else None
+        sums, squares, radial, square_radial = _pair_sums(kernel, g, moved, _inner_products(moved, gram, means)[1:])
+        mass = sums[..., -1:]
+        ones = _sums_to_1(mass)
+        per_mass = torch.where(ones, 1 / mass, 1.0)
+        rest = torch.where(ones, 0.0, 1 - mass)
+        sums, squares = sums * per_mass, squares * per_mass**2
+        mean = sums[..., :s]
+        about = mean - rest * shift
+        about_inner, about_length, raw_about_length = _inner_products(about, gram, means)
+        shift_inner, shift_length, raw_shift_length = _inner_products(shift, gram, means)
         return cls(
             g,
             shift,
-            mass,
-            rest,
+            sums[..., -1],
+            rest.squeeze(-1),
             mean,
             about,
-            means[..., 0],
-            means[..., 1],
-            means[..., 2],
-            radial,
-            square.sum(-1),
+            sums[..., s],
+            sums[..., s + 1],
+            radial * per_mass.squeeze(-1),
+            squares[..., -1],
             squares[..., :s],
             squares[..., s],
-            along.mul_(kernel).sum(-1),
+            square_radial * per_mass.squeeze(-1) ** 2,
+            about_inner,
+            shift_inner,
+            about_length.squeeze(-1),
+            raw_about_length.squeeze(-1),
+            shift_length.squeeze(-1),
+            raw_shift_length.squeeze(-1),
         )
 
-    def sampling(self, output: Tensor, raw: Tensor | None) -> _Traces:
-        """The traces of mode A without their factor 1/2; ``raw`` are the output matrices with their mean."""
-        second = self.lengths + self.rest * _squares(self.shift, output)
-        ambient = second - _squares(self.about, output)
-        radial = self.radial + self.rest * (self.g * self.shift).sum(-1) ** 2 - (self.g * self.about).sum(-1) ** 2
-        if raw is None:
-            return _Traces(ambient - radial, ambient, second)
-        with_mean = self.raw_lengths + self.rest * _squares(self.shift, raw) - _squares(self.about, raw)
-        return _Traces(ambient - radial, with_mean, second)
+    @property
+    def second(self) -> Tensor:
+        """The second moment of mode A, the size of what cancels."""
+        return self.lengths + self.rest * self.shift_length
 
-    @full_precision
-    def random(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def sampling(self) -> tuple[Tensor, Tensor]:
+        """tr(T Cov T) and tr Cov of mode A without their factor 1/2, the latter with the mean over coordinates."""
+        radial = self.radial + self.rest * (self.g * self.shift).sum(-1) ** 2 - (self.g * self.about).sum(-1) ** 2
+        ambient = self.raw_lengths + self.rest * self.raw_shift_length - self.raw_about_length
+        return self.second - self.about_length - radial, ambient
+
+    def random(self) -> tuple[Tensor, Tensor]:
         """tr(T [sum_j P_ij^2 (v_j - mean_i)(v_j - mean_i)^T] T) for each token, with the mean over its keys; and the
         size of its terms.
         """
-        center = self.mean / torch.where(self.mass > 0, self.mass, 1.0).unsqueeze(-1)
-        inner, along = center @ _gram(output), (self.g * center).sum(-1)
-        own = (inner * center).sum(-1)
+        per_mass = 1 / torch.where(self.mass > 0, self.mass, 1.0).unsqueeze(-1)
+        center = self.mean * per_mass
+        inner = (self.inner + self.rest.unsqueeze(-1) * self.shift_inner) * per_mass  # G times the center
+        along, own = (self.g * center).sum(-1), (inner * center).sum(-1)
         cross = (self.square_mean * inner).sum(-1) - (self.g * self.square_mean).sum(-1) * along
         trace = self.square_lengths - self.square_radial - 2 * cross + self.square_mass * (own - along**2)
         return trace, self.square_lengths + self.square_mass * own
 
 
 @full_precision
-def _gram(output: Tensor) -> Tensor:
-    """W_O^T W_O of every head."""
-    return output.mT @ output
+def _pair_sums(
+    kernel: Tensor, g: Tensor, moved: Tensor, lengths: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sum_j K_ij (v_j, lengths_j, 1), the same with K_ij^2, and sum_j K_ij A_ij^2 and sum_j K_ij^2 A_ij^2 with A_ij =
+    g_i . v_j; a few systems at a time.
+    """
+    # the ones are for the mass; products whose number of columns is a multiple of 4 are a fifth faster
+    ones = moved.new_ones(*moved.shape[:-1], 4 - (moved.shape[-1] + 2) % 4)
+    columns = torch.cat([moved, *lengths, ones], -1)
+    found = []
+    for block in row_blocks(len(kernel), kernel[0].numel()):
+        weights, along = kernel[block], g[block] @ moved[block].mT
+        weighted = weights * along
+        square_radial = torch.linalg.vector_norm(weighted, dim=-1) ** 2
+        radial = weighted.mul_(along).sum(-1)
+        found.append((weights @ columns[block], (weights * weights) @ columns[block], radial, square_radial))
+    sums, squares, radial, square_radial = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return sums, squares, radial, square_radial
 
 
 @full_precision
-def _squares(vectors: Tensor, output: Tensor) -> Tensor:
-    """v^T W_O^T W_O v, (rows, heads, vectors)."""
-    return ((vectors @ _gram(output)) * vectors).sum(-1)
+def _inner_products(vectors: Tensor, gram: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """G v, v^T G v (..., 1), and that with the square of the product with ``means`` added."""
+    products = vectors @ gram
+    lengths = (products * vectors).sum(-1, keepdim=True)
+    if means is None:
+        return products, lengths, lengths
+    return products, lengths, lengths + (vectors * means).sum(-1, keepdim=True) ** 2

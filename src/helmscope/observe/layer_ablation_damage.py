@@ -1,6 +1,7 @@
-"""Fragility: what the ablation of each layer does to a model's predictions, and how much of it later layers repair.
+"""What the ablation of each layer does to a model's predictions, and how much of it later layers repair.
 
-A half-step writes w and leads from the state x to y = x + w (in a post-norm block, to the norm of that sum). Forms:
+A half-step writes w and leads from the state x to y = x + w (in a post-norm block, to the norm of that sum). Kinds
+of ablation:
 
     zero    w becomes 0
     mean    w becomes its mean over the tokens of all prompts
@@ -57,17 +58,17 @@ RELATIVE_NORM = 0.1
 NAMES = {
     "kl": "KL divergence of the next-token distribution from that without the ablation",
     "loss_increase": "increase of the next-token loss",
-    "change": "relative change of the state after the ablated layer",
-    "last_change": "relative change of the state after the last layer",
+    "relative_change": "relative change of the state after the ablated layer",
+    "last_relative_change": "relative change of the state after the last layer",
     "repaired_share": "share of the change that later layers repair",
 }
 IN_NATS = ("kl", "loss_increase")
 
 
-class AblationForm(Enum):
+class AblationKind(Enum):
     """How a part of a model is ablated; the module's docstring has the formulas.
 
-    >>> [form.value for form in AblationForm]
+    >>> [kind.value for kind in AblationKind]
     ['zero', 'mean', 'noise']
     """
 
@@ -98,15 +99,15 @@ class LayerPart(Enum):
         return written if self is LayerPart.LAYER else (Site(self.value),)
 
 
-FORMS = tuple(AblationForm)
+KINDS = tuple(AblationKind)
 WHOLE = (LayerPart.LAYER,)
 
 
-@shows_progress("fragility")
+@shows_progress("damage of ablation")
 def layer_ablation_damage(
     recording: Recording,
     *,
-    forms: Sequence[AblationForm] = FORMS,
+    kinds: Sequence[AblationKind] = KINDS,
     parts: Sequence[LayerPart] = WHOLE,
     layers: Layers | None = None,
     relative_norm: float = RELATIVE_NORM,
@@ -114,38 +115,40 @@ def layer_ablation_damage(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of ablating each layer, or a half-step of it, in each form: along (part, form, layer, prompt)
+    """The damage of ablating each layer, or a half-step of it, by each of ``kinds``: along (part, kind, layer,
+    prompt)
 
     - ``kl`` and ``loss_increase``: the KL divergence of the next-token distribution and the increase of the loss, nats;
-    - ``change`` and ``last_change``: e_l and e_L, the relative change of the state after the ablated layer and after
-      the last one; ``repaired_share`` is 1 - e_L / e_l, NaN where nothing changes and 0 for the last layer.
+    - ``relative_change`` and ``last_relative_change``: e_l and e_L, the relative change of the state after the ablated
+      layer and after the last one; ``repaired_share`` is 1 - e_L / e_l, NaN where nothing changes and 0 for the last
+      layer.
 
     Noise has the relative norm ``relative_norm`` after each half-step of the part, and the damage is its mean over
     ``draws``. Null values are 0: nothing changes, or later layers pass the change on. Each ablation takes one forward
-    from its layer on. Raises HelmscopeError where ``next_token_loss`` does, and for a layer out of range.
+    pass from its layer on. Raises HelmscopeError where ``next_token_loss`` does, and for a layer out of range.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> measured = layer_ablation_damage(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
-    >>> dict(measured.kl.sizes), measured.repaired_share.sel(layer=1, form="zero").values.tolist()
-    ({'part': 1, 'form': 3, 'layer': 2, 'prompt': 2}, [[0.0, 0.0]])
+    >>> dict(measured.kl.sizes), measured.repaired_share.sel(layer=1, kind="zero").values.tolist()
+    ({'part': 1, 'kind': 3, 'layer': 2, 'prompt': 2}, [[0.0, 0.0]])
     """
     report, seed = check_progress(progress), check_seed(seed)
     size, draws = check_real("relative_norm", relative_norm, above=0), check_integer("draws", draws, at_least=1)
-    chosen_forms, chosen_parts = chosen("forms", forms, AblationForm), chosen("parts", parts, LayerPart)
+    chosen_kinds, chosen_parts = chosen("kinds", kinds, AblationKind), chosen("parts", parts, LayerPart)
     check_recording(recording)
     numbers = chosen_layers(recording, layers)
     sites = tuple(recording.anatomy.layers[0].wiring.writes)
-    means = site_means(recording, sites) if AblationForm.MEAN in chosen_forms else {}
+    means = site_means(recording, sites) if AblationKind.MEAN in chosen_kinds else {}
     lists: dict[tuple[int, int, int, int], list[AbstractEdit]] = {}
     for p, part in enumerate(chosen_parts):
-        for f, form in enumerate(chosen_forms):
+        for f, kind in enumerate(chosen_kinds):
             for k, layer in enumerate(numbers):
-                for draw in range(draws if form is AblationForm.NOISE else 1):
+                for draw in range(draws if kind is AblationKind.NOISE else 1):
                     lists[p, f, k, draw] = [
-                        _ablation(form, layer, site, means, size, noise_seed(seed, draw, sites.index(site)))
+                        _ablation(kind, layer, site, means, size, noise_seed(seed, draw, sites.index(site)))
                         for site in part.sites(recording)
                     ]
     changes = _Changes(recording, len(lists))
@@ -156,7 +159,7 @@ def layer_ablation_damage(
     damage = damage_under_edits(recording, edits, progress=report)
     axes = {
         "part": [part.value for part in chosen_parts],
-        "form": [form.value for form in chosen_forms],
+        "kind": [kind.value for kind in chosen_kinds],
         "layer": numbers,
     }
     measured = {name: damage[name].values for name in IN_NATS} | changes.values
@@ -166,8 +169,8 @@ def layer_ablation_damage(
 def chosen(name: str, values: object, kind: type[Enum]) -> tuple[Any, ...]:
     """The members of an enumeration that an argument lists; raises HelmscopeError unless there is one and all differ.
 
-    >>> chosen("forms", [AblationForm.ZERO], AblationForm)
-    (<AblationForm.ZERO: 'zero'>,)
+    >>> chosen("kinds", [AblationKind.ZERO], AblationKind)
+    (<AblationKind.ZERO: 'zero'>,)
     """
     members = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else ()
     if not members or not all(isinstance(each, kind) for each in members) or len(set(members)) < len(members):
@@ -187,7 +190,7 @@ def noise_seed(seed: int, draw: int, number: int) -> int:
 
 def site_means(recording: Recording, sites: Iterable[Site]) -> dict[tuple[Site, int], Tensor]:
     """The mean over the tokens of all prompts, by their weights, of the value at each site, (rows, n, ...), of each
-    layer; by one forward.
+    layer; by one forward pass.
 
     >>> from helmscope import record
     >>> site_means(record("A", ["Once upon a time"]), [Site.MLP])[Site.MLP, 3].shape
@@ -217,7 +220,7 @@ def counted_tokens(recording: Recording) -> Float[Tensor, "batch n"]:
     counted = recording.batch.counted
     if counted is not None:
         return counted.cpu().double()
-    shape = recording.stream(depth=recording.first).shape[:2]
+    shape = recording.residual_stream(depth=recording.first).shape[:2]
     return torch.ones(shape, dtype=torch.float64, device="cpu")
 
 
@@ -263,7 +266,7 @@ def unit(vectors: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
 
 
 def _ablation(
-    form: AblationForm,
+    kind: AblationKind,
     layer: int,
     site: Site,
     means: Mapping[tuple[Site, int], Tensor],
@@ -271,34 +274,34 @@ def _ablation(
     seed: int,
 ) -> AbstractEdit:
     """The edit that ablates the write at a site."""
-    if form is AblationForm.ZERO:
+    if kind is AblationKind.ZERO:
         return Ablate([layer], site=site)
-    if form is AblationForm.MEAN:
+    if kind is AblationKind.MEAN:
         return Replace([layer], site=site, value=means[site, layer])
     return Edit(LEADS_TO[site], [layer], relative_noise(relative, seed))
 
 
 class _Changes:
-    """Relative changes of the states of a recording, read in the forwards of edits: ``values`` (edit, prompt)."""
+    """Relative changes of the states of a recording, read in the forward passes of edits: ``values`` (edit, prompt)."""
 
     def __init__(self, recording: Recording, count: int) -> None:
         self.recording, self.weights = recording, counted_tokens(recording)
         shape = (count, len(recording.batch))
-        self.values = {name: np.full(shape, np.nan) for name in ("change", "last_change")}
+        self.values = {name: np.full(shape, np.nan) for name in ("relative_change", "last_relative_change")}
 
     def readings(self, number: int, layer: int) -> list[AbstractEdit]:
         """Edits that change nothing, to be applied after those of an ablation, by its number, in a layer."""
         last = self.recording.layers[-1]
         return [
-            self._reading(layer, self.values["change"][number]),
-            self._reading(last, self.values["last_change"][number]),
+            self._reading(layer, self.values["relative_change"][number]),
+            self._reading(last, self.values["last_relative_change"][number]),
         ]
 
     def _reading(self, layer: int, found: np.ndarray) -> AbstractEdit:
         depth = self.recording.anatomy.depths.at(layer, Site.OUTPUT)
 
         def read(state: Tensor, context: EditContext) -> None:
-            plain = self.recording.stream(depth=depth)[context.rows].to(state.device, torch.float64)
+            plain = self.recording.residual_stream(depth=depth)[context.rows].to(state.device, torch.float64)
             size = lengths_of(plain)
             change = lengths_of(state.detach().double() - plain) / torch.where(size > 0, size, 1.0)
             found[context.rows] = token_mean(change.squeeze(-1).cpu(), self.weights[context.rows]).numpy()
@@ -312,7 +315,7 @@ def _over_draws(
     axes: Mapping[str, list[Any]],
     damage: xr.Dataset,
 ) -> xr.Dataset:
-    """The Measurement: means over the draws at each place (part, form, layer, draw)."""
+    """The Measurement: means over the draws at each place (part, kind, layer, draw)."""
     shape, data = (*map(len, axes.values()), damage.sizes["prompt"]), {}
     indices = tuple(np.array([place[k] for place in places]) for k in range(len(axes)))
     counts = np.zeros(shape[:-1])
@@ -321,12 +324,12 @@ def _over_draws(
         total = np.zeros(shape)
         np.add.at(total, indices, values)
         data[name] = total / counts[..., None]
-    first = np.where(data["change"] > 0, data["change"], np.nan)
-    data["repaired_share"] = 1 - data["last_change"] / first
+    first = np.where(data["relative_change"] > 0, data["relative_change"], np.nan)
+    data["repaired_share"] = 1 - data["last_relative_change"] / first
     dims = (*axes, "prompt")
     variables: dict[str, Any] = {}
     for name, values in data.items():
         attributes = {"long_name": NAMES[name]} | ({"units": "nats"} if name in IN_NATS else {})
         variables |= {name: (dims, values, attributes), f"{name}_null": ((), 0.0, attributes)}
     coords: dict[Any, Any] = {**axes, **{name: damage[name] for name in damage.coords if name != "edit"}}
-    return check_replicates(xr.Dataset(variables, coords, {**damage.attrs, "title": "fragility"}))
+    return check_replicates(xr.Dataset(variables, coords, {**damage.attrs, "title": "damage of ablation"}))

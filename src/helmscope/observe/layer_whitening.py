@@ -3,7 +3,7 @@
 At a few tokens of each prompt, Sigma is the Sigma_A of the block's attention (mode A, summed over heads, on the tangent
 space of the token, over |y|^2), and J the covariant derivative T Df T - <u, f> T of the MLP's force f on the sphere, at
 the direction u that the MLP reads, with T the projector to the tangent space. Attention is the noise and the MLP the
-drift here, as in [Helmholtz Transformer, no. 7]. With the mean Sigma of the prompt, its eigenvalues above ``tolerance``
+drift here, as in [Helmholtz Transformer, no. 7]. With the mean Sigma of the prompt, its eigenvalues above ``tol``
 of the largest in L and their eigenvectors in the columns of E, the coordinates Sigma^(-1/2) x turn E^T J E into
 
     J' = L^(-1/2) E^T J E L^(1/2),
@@ -20,7 +20,7 @@ How to read it. Whitening helps where ``antisymmetric_share_after`` is below ``a
 ``antisymmetric_share_after_null`` and ``commutator_null`` have Sigma with random eigenvectors in its range. The premise
 of a constant Sigma holds where ``variation`` is near 0. For a symmetric J whitening gives a gradient only where the
 commutator is 0. How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN.
-``variation`` comes from few tokens. Eigenvalues near ``tolerance`` of the largest are divided by, and J' is dominated
+``variation`` comes from few tokens. Eigenvalues near ``tol`` of the largest are divided by, and J' is dominated
 by them. Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
 """
 
@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.attention_noise import head_covariances, tangent_covariance
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
+from helmscope.observe.attention_diffusion import head_covariances, tangent_covariance
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
+from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import tangent_jacobians
 from helmscope.observe.token_choice import sample_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 NAMES = {
     "antisymmetric_share_before": "antisymmetric share of the MLP's Jacobian on the range of Sigma_A",
     "antisymmetric_share_after": "antisymmetric share of the MLP's Jacobian, whitened by the mean Sigma_A",
-    "antisymmetric_share_after_null": "the same, whitened by a matrix with random eigenvectors",
-    "change": "change of the antisymmetric share by whitening",
-    "change_null": "the same by a matrix with random eigenvectors",
+    "antisymmetric_share_after_null": "antisymmetric share of the MLP's Jacobian, whitened with random eigenvectors",
+    "antisymmetric_share_change": "change of the antisymmetric share by whitening",
+    "antisymmetric_share_change_null": "change of the antisymmetric share by whitening with random eigenvectors",
     "variation": "variance of Sigma_A over tokens over the squared norm of its mean",
-    "commutator": "commutator of Hess V and Sigma_A over the product of their norms",
-    "commutator_null": "the same for a Sigma_A with random eigenvectors",
+    "commutator": "commutator of Hess V and Sigma_A, relative to the product of their norms",
+    "commutator_null": "commutator of Hess V and a Sigma_A with random eigenvectors, relative",
     "sigma_rank": "rank of the mean Sigma_A of a prompt",
 }
 SHARES = ("antisymmetric_share_before", "antisymmetric_share_after", "antisymmetric_share_after_null")
@@ -83,16 +83,16 @@ class LayerWhitening(Instrument):
     name = "layer_whitening"
     needs = HEADS_NEED | Needs.FORCE
 
-    def __init__(self, *, tokens: int = 4, seed: int = 0, tolerance: float = 1e-6) -> None:
+    def __init__(self, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6) -> None:
         self.tokens = check_integer("tokens", tokens, at_least=1)
         self.seed = check_integer("seed", seed, at_least=0)
-        self.tolerance = check_real("tolerance", tolerance, above=0)
+        self.tol = check_real("tol", tol, above=0)
         self._halves: dict[str, Tensor] = {}
 
     def unsupported_reason(self, system: System) -> str | None:
-        """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().unsupported_reason(system)
-        return reason and reason.replace("drift_and_swirl", self.name)
+        """Why a system cannot be measured, as for ``MlpForce``."""
+        reason = MlpForce().unsupported_reason(system)
+        return reason and reason.replace("mlp_force", self.name)
 
     def start(self, plan: ReplayPlan) -> None:
         """Start a new replay."""
@@ -127,7 +127,7 @@ class LayerWhitening(Instrument):
         for k in range(len(sigma)):
             key = (context.layer, context.rows.start + k)
             source = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
-            rows.append(whitening_of(jacobian[k, counts[k]], sigma[k, counts[k]], self.tolerance, source))
+            rows.append(whitening_of(jacobian[k, counts[k]], sigma[k, counts[k]], self.tol, source))
         values = torch.tensor([[row[name] for row in rows] for name in NAMES], dtype=torch.float64, device="cpu")
         self.keep(context, dict(zip(NAMES, values, strict=True)))
         self._halves = {}
@@ -143,15 +143,15 @@ class LayerWhitening(Instrument):
         return with_bounds(measured, bounds | dict.fromkeys(SHARES, SHARE))
 
 
-def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tolerance: float = 1e-6) -> xr.Dataset:
+def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6) -> xr.Dataset:
     """Whitening of every layer of a system, with replicates: ``LayerWhitening`` by one replay.
 
     >>> from helmscope import record
     >>> measured = layer_whitening(record("A", ["Once upon a time there was a cat"]), tokens=2)
-    >>> measured.change.dims, bool((measured.antisymmetric_share_after <= 1).all())
+    >>> measured.antisymmetric_share_change.dims, bool((measured.antisymmetric_share_after <= 1).all())
     (('layer', 'prompt'), True)
     """
-    instrument = LayerWhitening(tokens=tokens, seed=seed, tolerance=tolerance)
+    instrument = LayerWhitening(tokens=tokens, seed=seed, tol=tol)
     return check_system(system).replay(instrument)[instrument.name]
 
 
@@ -177,7 +177,7 @@ def token_sigma(context: ReplayContext, tensors: AttentionTensors, chosen: Tenso
 def whitening_of(
     jacobian: Float[Tensor, "tokens d d"],
     sigma: Float[Tensor, "tokens d d"],
-    tolerance: float,
+    tol: float,
     source: np.random.Generator,
 ) -> dict[str, float]:
     """The quantities of ``LayerWhitening`` for one prompt, from the Jacobians and the Sigma of its tokens; ``source``
@@ -197,7 +197,7 @@ def whitening_of(
     values, vectors = torch.linalg.eigh(mean)
     if not float(values[-1]) > 0:
         return nothing
-    kept = values > tolerance * values[-1]
+    kept = values > tol * values[-1]
     size, axes = values[kept], vectors[:, kept]
     inner = axes.mT @ jacobian @ axes
     noise = torch.from_numpy(source.standard_normal((len(size), len(size)))).to(inner)
@@ -214,8 +214,8 @@ def whitening_of(
         "antisymmetric_share_before": before,
         "antisymmetric_share_after": after,
         "antisymmetric_share_after_null": null,
-        "change": after - before,
-        "change_null": null - before,
+        "antisymmetric_share_change": after - before,
+        "antisymmetric_share_change_null": null - before,
         "variation": spread / float(mean.square().sum()),
         "commutator": float(_commutator(hessian, mean).mean()),
         "commutator_null": float(_commutator(hessian, random).mean()),

@@ -109,10 +109,10 @@ def loss_under_edits(
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
-    ``baseline`` is the loss of each prompt without the edits, ``loss_increase`` how much higher ``loss`` is, all in
-    nats; ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary. Each edit
-    takes one forward from the first layer that it changes; earlier layers are not run again. The result equals
-    ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
+    ``baseline_loss`` is the loss of each prompt without the edits, ``loss_increase`` how much higher ``loss`` is, all
+    in nats; ``loss_null`` and ``baseline_loss_null`` are the loss log |V| of a uniform guess over the vocabulary. Each
+    edit takes one forward pass from the first layer that it changes; earlier layers are not run again. The result
+    equals ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
     ``edits`` maps names to edits and must not be empty.
 
     >>> import torch
@@ -148,13 +148,13 @@ def head_ablation_loss(
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    ``baseline`` is the loss of each prompt with all heads, ``loss_increase`` how much higher ``loss`` is, all in nats;
-    ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
-    model, and ``loss_increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
+    ``baseline_loss`` is the loss of each prompt with all heads, ``loss_increase`` how much higher ``loss`` is, all in
+    nats; ``loss_null`` and ``baseline_loss_null`` are the loss log |V| of a uniform guess over the vocabulary, not that
+    of the model, and ``loss_increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
     layers, by number or by name as for ``recording.layer``; by default all layers. ``heads`` selects single heads
     instead, by names such as "L3H5" or ["L3H5", "L4H0"]. In a decoder with cross-attention, the heads are those of
     self-attention; ``loss_under_edits`` takes ``AblateHead`` at Site.CROSS_HEADS. The output of an ablated head is 0,
-    as under ``AblateHead``. Each head takes one forward, from its layer on. Entries of heads that a layer does not
+    as under ``AblateHead``. Each head takes one forward pass, from its layer on. Entries of heads that a layer does not
     have, or that ``heads`` does not name, are NaN. ``reduce_replicates(measured)`` returns means over prompts with
     their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where ``next_token_loss``
     does, and for a layer whose heads cannot be separated.
@@ -222,8 +222,8 @@ def _loss_and_increase(means: np.ndarray, scoring: Scoring, axes: Mapping[str, l
         "loss_null": scoring.null,
         "loss_increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
         "loss_increase_null": 0.0,
-        "baseline": ("prompt", means[0], BASELINE),
-        "baseline_null": scoring.null,
+        "baseline_loss": ("prompt", means[0], BASELINE),
+        "baseline_loss_null": scoring.null,
     }
     return _in_nats(xr.Dataset(data, {**axes, **scoring.coords}, {**scoring.attributes, "title": title}))
 

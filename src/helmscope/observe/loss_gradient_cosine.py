@@ -23,7 +23,7 @@ import xarray as xr
 
 from helmscope.intervene.edit import Edit
 from helmscope.models.names import Layers, chosen_layers
-from helmscope.models.place import PutInput
+from helmscope.models.put_state import PutInput
 from helmscope.models.sites import Site
 from helmscope.observe.scoring import LayerInputs, Scoring, token_losses
 from helmscope.runs.bar import shows_progress
@@ -43,7 +43,7 @@ COSINE = {"long_name": "cosine of write and minus the loss gradient", "valid_min
 PERMUTED = {**COSINE, "long_name": "cosine of permuted writes and minus the loss gradient"}
 
 
-@shows_progress("gradient shape")
+@shows_progress("cosine with the loss gradient")
 def loss_gradient_cosine(
     recording: Recording,
     *,
@@ -57,7 +57,7 @@ def loss_gradient_cosine(
 
     ``cosine_null`` is its mean over all permutations of the writes over the tokens, and ``cosine_permuted``, along a
     further axis ``draw``, its value for two random ones. Tokens that do not count, that write nothing, or on which no
-    scored token depends, such as the last one, have no cosine; a prompt without any has NaN. Takes one forward and
+    scored token depends, such as the last one, have no cosine; a prompt without any has NaN. Takes one forward pass and
     backward from the layer on for each half-step and scale, and for s = 1 a single one for all half-steps. Raises
     HelmscopeError where ``next_token_loss`` does, and for a layer out of range.
 
@@ -98,7 +98,7 @@ def loss_gradient_cosine(
         "cosine_permuted": (("draw", *axes), found[2:], PERMUTED),
     }
     coords = {"layer": chosen, "half": [site.value for site in sites], "scale": steps, **scoring.coords}
-    return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "gradient shape"}))
+    return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "cosine with the loss gradient"}))
 
 
 def loss_gradient(
@@ -138,7 +138,7 @@ def _writes(recording: Recording) -> tuple[Site, ...]:
 
 
 def _inputs(scoring: Scoring, rows: slice) -> dict[int, Tensor]:
-    """The inputs of all layers, from a forward whose logits are checked to contain the tokens."""
+    """The inputs of all layers, from a forward pass whose logits are checked to contain the tokens."""
     inputs = LayerInputs()
     scoring.logits(scoring.runner, rows, inputs)
     return inputs.states

@@ -6,32 +6,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from helmscope.models.recording import Recording
 from helmscope.observe.arcs import arc_length
+from helmscope.observe.attention_diffusion import AttentionDiffusion, AttentionDiffusionSpectrum
 from helmscope.observe.attention_drift import AttentionDrift
-from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence, divergence_unsupported
 from helmscope.observe.bistochasticity import Bistochasticity
 from helmscope.observe.block_steps import steps_unsupported
 from helmscope.observe.context_noise import context_noise, context_unsupported, own_contexts
-from helmscope.observe.depth_flow import depth_flow, flow_unsupported
 from helmscope.observe.depth_steps import depth_steps
-from helmscope.observe.drift_and_swirl import DriftAndSwirl
 from helmscope.observe.effective_beta import EffectiveBeta, effective_beta
 from helmscope.observe.entropy import entropy_along_depth, entropy_unsupported
 from helmscope.observe.free_energy import free_energy_along_depth, free_energy_unsupported
 from helmscope.observe.generator_test import generator_test
-from helmscope.observe.jko_layer import jko_layer, jko_unsupported
+from helmscope.observe.interventions import INTERVENTIONS, intervention_measurements
+from helmscope.observe.jko_step_test import jko_step_test, jko_unsupported
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.layer_whitening import LayerWhitening
 from helmscope.observe.mlp_entropy_change import entropy_change_unsupported, mlp_entropy_change
+from helmscope.observe.mlp_force import MlpForce
 from helmscope.observe.mlp_jacobian import MlpJacobian
-from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
+from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound, swirl_bound_unsupported
 from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_unsupported
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
+from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
+from helmscope.observe.standalone import StandaloneMeasurement
 from helmscope.observe.track import check_system
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
@@ -54,46 +55,16 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forwards
+REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forward passes
 
 
 def streaming_instruments() -> list[Instrument]:
-    """New instances of all instruments of this library that need no forward besides the replay.
+    """New instances of all instruments of this library that need no forward pass besides the replay.
 
     >>> [instrument.name for instrument in streaming_instruments()]
-    ['kernel_statistics', 'attention_drift', 'attention_noise', 'drift_and_swirl']
+    ['kernel_statistics', 'attention_drift', 'attention_diffusion', 'mlp_force']
     """
-    return [KernelStatistics(), AttentionDrift(), AttentionNoise(), DriftAndSwirl()]
-
-
-class Measure(Protocol):
-    """A function that measures a system; with ``quick`` it takes smaller samples, drawn with ``seed``."""
-
-    def __call__(self, system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-        """The Measurement, with replicates."""
-
-
-@dataclass(frozen=True, eq=False)
-class StandaloneMeasurement:
-    """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
-    forwards of a model, in full and quick, and the function that says why it cannot be taken of a system.
-
-    >>> [each.forwards for each in standalone_measurements() if each.name == "depth_steps"]
-    [(0.3, 0.3)]
-    """
-
-    name: str
-    function: Measure
-    forwards: tuple[float, float]
-    unsupported_reason: Callable[[System], str | None] | None = None
-
-    def cost(self, *, quick: bool) -> float:
-        """The time in eager forwards of the model.
-
-        >>> [each.cost(quick=True) for each in standalone_measurements() if each.name == "depth_flow"]
-        [14]
-        """
-        return self.forwards[int(quick)]
+    return [KernelStatistics(), AttentionDrift(), AttentionDiffusion(), MlpForce()]
 
 
 def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
@@ -117,7 +88,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
         StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_unsupported),
-        _replayed(lambda quick, seed: AttentionNoiseSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
+        _replayed(lambda quick, seed: AttentionDiffusionSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
         StandaloneMeasurement(
             "attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported
         ),
@@ -132,10 +103,10 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), entropy_change_unsupported),
         StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_unsupported),
         _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
-        StandaloneMeasurement("depth_flow", _depth_flow, (24, 14), flow_unsupported),
-        StandaloneMeasurement("jko_layer", _jko_layer, (37, 89), jko_unsupported),
+        StandaloneMeasurement("perturbation_growth", _perturbation_growth, (24, 14), growth_unsupported),
+        StandaloneMeasurement("jko_step_test", _jko_step_test, (37, 89), jko_unsupported),
         StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_unsupported),
-        StandaloneMeasurement("mlp_projection", _mlp_projection, (38, 32), projection_unsupported),
+        StandaloneMeasurement("mlp_swirl_bound", _mlp_swirl_bound, (38, 32), swirl_bound_unsupported),
     )
 
 
@@ -162,8 +133,8 @@ def _context_noise(system: System, *, quick: bool, seed: int, progress: Progress
     return context_noise(system, contexts, groups=32 if quick else 256, seed=seed, progress=progress)
 
 
-def _depth_flow(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return depth_flow(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
+def _perturbation_growth(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return perturbation_growth(system, directions=2, iterations=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -178,8 +149,8 @@ def _generator_test(system: System, *, quick: bool, seed: int, progress: Progres
     return generator_test(system, tokens=4 if quick else 16, seed=seed, progress=progress)
 
 
-def _jko_layer(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return jko_layer(system, whole_only=quick, seed=seed, progress=progress)
+def _jko_step_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return jko_step_test(system, whole_layer_only=quick, seed=seed, progress=progress)
 
 
 def _mobility_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -190,8 +161,8 @@ def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOp
     return mlp_weights(system, seed=seed)
 
 
-def _mlp_projection(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mlp_projection(system, neurons=256 if quick else 768, progress=progress)
+def _mlp_swirl_bound(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    return mlp_swirl_bound(system, neurons=256 if quick else 768, progress=progress)
 
 
 def _no_kernel(system: System) -> str | None:
@@ -208,21 +179,28 @@ def measurement_names() -> tuple[str, ...]:
     return (*(each.name for each in streaming_instruments()), *(each.name for each in standalone_measurements()))
 
 
-def unsupported_measurements(system: System) -> dict[str, str | None]:
-    """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it.
+def unsupported_measurements(system: System, *, only: Sequence[str] | None = None) -> dict[str, str | None]:
+    """Why a system does not have each measurement of ``measure``, in one sentence; None where it has it. ``only`` names
+    the measurements, such as ``observe.intervention_names()``; by default they are all but these.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> reasons = unsupported_measurements(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
     >>> [name for name, reason in reasons.items() if reason is not None]
-    ['drift_and_swirl', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_layer', 'mlp_projection']
+    ['mlp_force', 'mlp_weights', 'gate_sparsity', 'context_noise', ..., 'jko_step_test', 'mlp_swirl_bound']
     """
-    streaming = {each.name: check_system(system).unsupported_reason(each) for each in streaming_instruments()}
-    return streaming | {
-        each.name: None if each.unsupported_reason is None else each.unsupported_reason(system)
-        for each in standalone_measurements()
-    }
+    names = measurement_names() if only is None else only
+    return {name: _unsupported(check_system(system), name) for name in names}
+
+
+def _unsupported(system: System, name: str) -> str | None:
+    """Why a system does not have the measurement of a name."""
+    for instrument in streaming_instruments():
+        if instrument.name == name:
+            return system.unsupported_reason(instrument)
+    each = next(each for each in (*standalone_measurements(), *intervention_measurements()) if each.name == name)
+    return None if each.unsupported_reason is None else each.unsupported_reason(system)
 
 
 @shows_progress("measuring")
@@ -230,6 +208,7 @@ def measure(
     system: System,
     *instruments: Instrument,
     only: Sequence[str] | None = None,
+    interventions: bool = False,
     quick: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -238,13 +217,14 @@ def measure(
 
     Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
     others are missing): the streaming instruments from one replay, and those of ``standalone_measurements``, with the
-    steps over depth, the flow of one token and the transport ratios; ``only`` selects some of them by name. With
-    ``quick`` those that sample take smaller samples; ``seed`` draws them. With instruments, only these are used. A
-    replay of a model is one forward for each chunk of its prompts. The Measurements keep their replicates;
-    ``reduce_replicates`` turns each into means with intervals, and ``hs.plot`` draws all of them over depth. A
-    measurement that fails is left out with a warning, unless it is named in ``only``. Raises HelmscopeError for an
-    instrument or a name in ``only`` that the system does not support. ``progress`` is called with the share of the work
-    done.
+    steps over depth, the growth of perturbations and the transport ratios; ``only`` selects some of them by name. With
+    ``interventions`` they are ``observe.intervention_measurements`` instead, which run a model under many edits and
+    take hundreds of forward passes; ``only`` may name these too. With ``quick`` those that sample take smaller samples;
+    ``seed`` draws them. With instruments, only these are used. A replay of a model is one forward pass for each chunk
+    of its prompts. The Measurements keep their replicates; ``reduce_replicates`` turns each into means with intervals,
+    and ``hs.plot`` draws all of them over depth. A measurement that fails is left out with a warning, unless it is
+    named in ``only``. Raises HelmscopeError for an instrument or a name in ``only`` that the system does not support.
+    ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -254,22 +234,26 @@ def measure(
     (['kernel_statistics', 'attention_drift', ..., 'mobility_test'], ('time', 'system'))
     """
     if instruments:
-        if only is not None or quick:
-            raise HelmscopeError("only and quick apply to all measurements, but instruments are given: omit them")
+        if only is not None or quick or interventions:
+            raise HelmscopeError(
+                "only, interventions and quick apply to all measurements, but instruments are given: omit them"
+            )
+        _refuse_functions(instruments)
         return check_system(system).replay(*instruments, progress=progress)
-    names, seed = _chosen(system, only), check_seed(seed)
-    if not isinstance(quick, bool):
-        raise HelmscopeError(f"quick is {short_repr(quick)}, but it must be True or False")
+    for argument, value in (("quick", quick), ("interventions", interventions)):
+        if not isinstance(value, bool):
+            raise HelmscopeError(f"{argument} is {short_repr(value)}, but it must be True or False")
+    names, seed = _chosen(system, only, interventions), check_seed(seed)
     streaming = [each for each in streaming_instruments() if each.name in names]
-    standalone = [each for each in standalone_measurements() if each.name in names]
+    standalone = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
     report, done = check_progress(progress), 0.0
-    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(quick=quick) for each in standalone)
+    total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(system, quick=quick) for each in standalone)
     measured = Measurements()
     if streaming:
         measured |= system.replay(*streaming, progress=_share(report, done, REPLAY_FORWARDS, total))
         done += REPLAY_FORWARDS
     for each in standalone:
-        cost = each.cost(quick=quick)
+        cost = each.cost(system, quick=quick)
         share = _share(report, done, cost, total)
         try:
             found = each.function(system, quick=quick, seed=seed, progress=share)
@@ -283,19 +267,30 @@ def measure(
     return measured
 
 
-def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
+def _refuse_functions(instruments: Sequence[object]) -> None:
+    """Raise HelmscopeError for a function that takes a measurement of its own."""
+    classes = {each.name: f"`{type(each).__name__}()`, or " for each in streaming_instruments()}
+    for k, each in enumerate(instruments):
+        name = getattr(each, "__name__", "")
+        if name in measurement_names():
+            raise HelmscopeError(f"instruments[{k}] is a function: pass {classes.get(name, '')}only=['{name}']")
+
+
+def _chosen(system: System, only: Sequence[str] | None, interventions: bool) -> list[str]:
     """The names of the measurements to take; raises HelmscopeError for one that the system does not support."""
     if isinstance(system, str):
         raise HelmscopeError(
             f"system is {short_repr(system)}, but it must be a System: record the model first, "
             f"hs.measure(hs.record({short_repr(system)}))"
         )
-    reasons = unsupported_measurements(system)
     if only is None:
+        reasons = unsupported_measurements(system, only=INTERVENTIONS if interventions else None)
         supported = [name for name, reason in reasons.items() if reason is None]
         if not supported:
             raise HelmscopeError(f"system supports no measurement: {'; '.join(filter(None, reasons.values()))}")
         return supported
+    if interventions:
+        raise HelmscopeError("interventions is True and only is given, but only one of them can choose: omit one")
     if isinstance(only, str) or not isinstance(only, Sequence):
         raise HelmscopeError(f"only is {type_with_article(only)}, but it must be a list of names of measurements")
     if not only:
@@ -303,7 +298,7 @@ def _chosen(system: System, only: Sequence[str] | None) -> list[str]:
     for i, name in enumerate(only):
         if not isinstance(name, str):
             raise HelmscopeError(f"only[{i}] is {short_repr(name)}, but it must be the name of a measurement")
-        reason = reasons[check_name("measurement", name, reasons)]
+        reason = _unsupported(system, check_name("measurement", name, (*measurement_names(), *INTERVENTIONS)))
         if reason is not None:
             raise HelmscopeError(reason)
     return list(only)

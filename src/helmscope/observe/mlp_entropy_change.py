@@ -68,7 +68,7 @@ TOKENS = 16  # of each prompt
 ENTRIES = 2**22  # of Jacobians in memory at a time
 LABELS = {
     "entropy_change": "exact change of entropy over the MLP half-step, E log |det D_S T| (nats)",
-    "surface_divergence": "its first order, E div_S(P f) / r (nats)",
+    "surface_divergence": "entropy change of the MLP to first order, E div_S(P f) / r (nats)",
     "token_entropy_change": "log |det D_S T| of a token (nats)",
     "token_surface_divergence": "div_S(P f) / r of a token (nats)",
     "token": "position of the sampled token",

@@ -32,7 +32,7 @@ import torch
 
 from helmscope.fields.jacobian_algebra import JacobianInvariants, jacobian_algebra, slopes_of
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
+from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_mixture import DENSE_ENTRIES, PreparedMixture, prepare
 from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.track import SHARE, check_system, token_weights, with_bounds
@@ -79,9 +79,9 @@ class MlpJacobian(Instrument):
     needs = Needs.FORCE
 
     def unsupported_reason(self, system: System) -> str | None:
-        """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().unsupported_reason(system)
-        return reason and reason.replace("drift_and_swirl", self.name)
+        """Why a system cannot be measured, as for ``MlpForce``."""
+        reason = MlpForce().unsupported_reason(system)
+        return reason and reason.replace("mlp_force", self.name)
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the shares at the inputs of the MLP."""

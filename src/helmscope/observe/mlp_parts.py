@@ -3,7 +3,7 @@ everything that they share computed once.
 
 With x the unit vector that the folded force f reads, and z = sqrt(d) G x + b the output of the norm, which the module
 reads, f(x) = F(z). Both have the same neurons, but different rows (v = sqrt(d) G v_z), hence different splits: grad U
-and R of ``unit_sphere`` are those of f in x, those of ``norm_output`` are those of F in z. They are vectors of the same
+and R of ``unit_sphere`` are those of f in x, those of ``mlp_input`` are those of F in z. They are vectors of the same
 space; U has the unit of f times that of x or z. b_out and constant neurons, the harmonic part, are the same in both.
 """
 
@@ -20,6 +20,7 @@ from helmscope.fields.jacobian_algebra import JacobianAlgebra, JacobianInvariant
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
 from helmscope.fields.norms import LayerNorm, UnitNorm
 from helmscope.observe.token_choice import taken
+from helmscope.observe.track import row_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import Force
     from helmscope.fields.norms import Norm
 
-UNIT_SPHERE, NORM_OUTPUT = "unit_sphere", "norm_output"
+UNIT_SPHERE, MLP_INPUT = "unit_sphere", "mlp_input"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,8 @@ class Split:
 class Parts:
     """What an MLP does at each token: ``force``, ``harmonic`` (a part of it), ``splits`` by coordinates (empty if the
     neurons have no potential), the invariants of its ``jacobian`` in the unit-sphere coordinates, x^T J x
-    (``radial_slope``) and, where ``centered``, the trace of the part of J that acts along (1, ..., 1). At tokens that
-    were not sampled, all of the Jacobian but its traces is NaN.
+    (``radial_slope``) and 1^T J 1 / d (``mean_slope``), the trace of the part of J that acts along (1, ..., 1). At
+    tokens that were not sampled, all of the Jacobian but its traces is NaN.
 
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     >>> prepare_mlp(turn).at(torch.eye(2)).splits["unit_sphere"].potential
@@ -143,7 +144,8 @@ class SplitWeights:
 class Neurons:
     """The values of the neurons at tokens: ``written``, which w_out multiplies, their slopes in the order of
     ``jacobian_algebra``, psi(z) and, if gated, Psi(z) and t; psi is None if there is none. They do not depend on the
-    coordinates. In float32 they have the accuracy of ``Activation.chain``.
+    coordinates. In float32 they have the accuracy of ``Activation.chain``. ``preactivations`` are z and, if gated, t;
+    None for other neurons.
 
     >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).written
     tensor([[0., 0.]])
@@ -154,22 +156,48 @@ class Neurons:
     psi: Float[Tensor, "*batch hidden"] | None = None
     double_psi: Float[Tensor, "*batch hidden"] | None = None
     t: Float[Tensor, "*batch hidden"] | None = None
+    preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None
 
     @staticmethod
-    def of(mlp: Force, x: Float[Tensor, "*batch d"]) -> Neurons:
-        """The values at tokens x. Raises HelmscopeError if the activation has no psi (gated: or Psi).
+    def of(
+        mlp: Force,
+        x: Float[Tensor, "*batch d"],
+        preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None,
+    ) -> Neurons:
+        """The values at tokens x, from the ``preactivations`` if they are known. Raises HelmscopeError if the
+        activation has no psi (gated: or Psi).
 
         >>> Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 2)).psi
         tensor([[0., 0.]])
         """
+        if not isinstance(mlp, MLP | GatedMLP):
+            return Neurons(mlp.neurons(x), slopes_of(mlp, x))
+        if preactivations is None:
+            preactivations = tuple(
+                affine(x, rows, bias) for rows, bias in zip(mlp.input_rows, input_biases(mlp), strict=True)
+            )
         if isinstance(mlp, MLP):
-            slope, value, psi = mlp.activation.chain(affine(x, mlp.w_in, mlp.b_in))
-            return Neurons(value, slope, psi)
-        if isinstance(mlp, GatedMLP):
-            z, t = affine(x, mlp.w_gate, mlp.b_gate), affine(x, mlp.w_up, mlp.b_up)
-            slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
-            return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t)
-        return Neurons(mlp.neurons(x), slopes_of(mlp, x))
+            slope, value, psi = mlp.activation.chain(preactivations[0])
+            return Neurons(value, slope, psi, preactivations=preactivations)
+        z, t = preactivations
+        slope, value, psi, double_psi = mlp.activation.chain(z, double=True)
+        return Neurons(value * t, torch.cat([slope * t, value], -1), psi, double_psi, t, preactivations)
+
+    def of_jacobian(self, sample: Int[Tensor, "rows m"] | None) -> dict[str, Float[Tensor, "rows m neurons"]]:
+        """The values that the Jacobian needs, at sampled tokens: ``slopes`` and, if known, ``preactivations``, side by
+        side.
+
+        >>> values = Neurons.of(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.zeros(1, 3, 2))
+        >>> values.of_jacobian(torch.tensor([[2]]))["slopes"]
+        tensor([[[0.5000, 0.5000]]])
+        """
+        found = {"slopes": [self.slopes]}
+        if self.preactivations is not None:
+            found["preactivations"] = list(self.preactivations)
+        chosen = {
+            name: parts if sample is None else [taken(part, sample) for part in parts] for name, parts in found.items()
+        }
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts, -1) for name, parts in chosen.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,26 +213,61 @@ class PreparedMLP:
     algebra: JacobianAlgebra
     harmonic: Float[Tensor, " d"]
 
-    def at(self, x: Float[Tensor, "*batch d"], sample: Int[Tensor, "*batch m"] | None = None) -> Parts:
+    def at(
+        self,
+        x: Float[Tensor, "*batch d"],
+        sample: Int[Tensor, "*batch m"] | None = None,
+        *,
+        preactivations: tuple[Float[Tensor, "*batch hidden"], ...] | None = None,
+        force: Float[Tensor, "*batch d"] | None = None,
+    ) -> Parts:
         """All parts at unit vectors x; with a ``sample``, indices of tokens, the invariants of the Jacobian beyond its
-        trace at these tokens only.
+        trace at these tokens only. ``preactivations`` and ``force`` are those at x if they are known.
 
         >>> prepare_mlp(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).at(torch.zeros(1, 2)).harmonic
         tensor([[0., 0.]])
         """
-        values = Neurons.of(self.mlp, x)
-        force, gradients = self._writes(values)
+        size = x[0].numel() // x.shape[-1] * len(self.algebra.rows)
+        rows = []
+        for block in row_blocks(len(x), size) if x.ndim > 2 else [slice(None)]:
+            known = None if preactivations is None else tuple(each[block] for each in preactivations)
+            values = Neurons.of(self.mlp, x[block], known)
+            rows.append(self._block(values, x[block], None if force is None else force[block]))
+            rows[-1] |= values.of_jacobian(None if sample is None else sample[block])
+        joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        places = [id(each) for each in self._distinct]
         splits = {}
         for name, weights in self.weights.items():
-            gradient = gradients[name]
-            splits[name] = Split(weights.potential(values), gradient, force - gradient - self.harmonic)
-        jacobian, radial = self._jacobian(values.slopes, x, sample)
-        return Parts(
-            force, self.harmonic.expand_as(force), splits, jacobian, radial, (values.slopes * self._ones).sum(-1)
-        )
+            place = places.index(id(weights))
+            splits[name] = Split(*(joined[f"{part} {place}"] for part in ("potential", "gradient", "swirl")))
+        found = self.algebra.invariants(joined["slopes"])
+        radial = self._radial(joined, x if sample is None else taken(x, sample))
+
+        def spread(values: Tensor) -> Tensor:
+            return values if sample is None else torch.full_like(joined["trace"], torch.nan).scatter(-1, sample, values)
+
+        jacobian = JacobianInvariants(joined["trace"], spread(found.trace_of_square), spread(found.squared_norm))
+        harmonic = self.harmonic.expand_as(joined["force"])
+        return Parts(joined["force"], harmonic, splits, jacobian, spread(radial), joined["mean_slope"])
+
+    def _block(self, values: Neurons, x: Tensor, force: Tensor | None) -> dict[str, Tensor]:
+        """What is needed at every token of some systems."""
+        if force is None:
+            force = linear(values.written, self.mlp.w_out.to(x).mT)
+            force = force if self.mlp.b_out is None else force + self.mlp.b_out.to(x)
+        found = {
+            "force": force,
+            "trace": (values.slopes * self.algebra.diagonal).sum(-1),
+            "mean_slope": (values.slopes * self._ones).sum(-1),
+        }
+        own = force - self.harmonic
+        for place, (weights, gradient) in enumerate(zip(self._distinct, self._gradients(values), strict=True)):
+            found[f"potential {place}"] = weights.potential(values)
+            found |= {f"gradient {place}": gradient, f"swirl {place}": own - gradient}
+        return found
 
     @cached_property
-    def _ones(self) -> Tensor:
+    def _ones(self) -> Float[Tensor, " neurons"]:
         """The products of these with the slopes add up to 1^T J 1 / d."""
         return self.algebra.rows.sum(-1) * self.algebra.columns.sum(0) / len(self.algebra.columns)
 
@@ -215,41 +278,37 @@ class PreparedMLP:
 
     @cached_property
     def _along(self) -> Float[Tensor, "hidden k"]:
-        """What f and grad U in both coordinates multiply by the neurons, side by side."""
-        return torch.cat([self.mlp.w_out.to(self.harmonic).mT, *(each.along for each in self._distinct)], 1)
+        """What grad U in both coordinates multiplies by the neurons, side by side."""
+        return torch.cat([each.along for each in self._distinct], 1)
 
     @cached_property
     def _across(self) -> Float[Tensor, "hidden k"] | None:
         parts = [each.across for each in self._distinct if each.across is not None]
         return torch.cat(parts, 1) if parts else None
 
-    def _writes(self, values: Neurons) -> tuple[Tensor, dict[str, Tensor]]:
-        """f, and grad U by coordinates."""
-        force, *gradients = torch.split(linear(values.written, self._along), len(self.harmonic), -1)
+    def _gradients(self, values: Neurons) -> list[Tensor]:
+        """grad U with each of the distinct weights."""
+        if not self._distinct:
+            return []
+        gradients = linear(values.written, self._along)
         if self._across is not None:
             assert values.psi is not None
-            more = torch.split(linear(values.psi, self._across), len(self.harmonic), -1)
-            gradients = [gradient + own for gradient, own in zip(gradients, more, strict=True)]
-        if self.mlp.b_out is not None:
-            force = force + self.mlp.b_out.to(force)
-        order = [id(each) for each in self._distinct]
-        return force, {name: gradients[order.index(id(weights))] for name, weights in self.weights.items()}
+            gradients = gradients + linear(values.psi, self._across)
+        return list(torch.split(gradients, len(self.harmonic), -1))
 
-    def _jacobian(self, slopes: Tensor, x: Tensor, sample: Tensor | None) -> tuple[JacobianInvariants, Tensor]:
-        """The invariants of J and x^T J x."""
-        if sample is None:
-            return self.algebra.invariants(slopes), self.algebra.radial(slopes, x)
-        some, points = taken(slopes, sample), taken(x, sample)
-        found = self.algebra.invariants(some)
+    def _radial(self, values: dict[str, Tensor], x: Tensor) -> Tensor:
+        """x^T J x, in which the products of the rows with x are the preactivations without biases."""
+        if "preactivations" not in values:
+            return self.algebra.radial(values["slopes"], x)
+        written = linear(x, self.mlp.w_out.to(x))
+        products = values["slopes"] * (values["preactivations"] - self._biases)
+        return torch.stack([(part * written).sum(-1) for part in torch.split(products, written.shape[-1], -1)]).sum(0)
 
-        def spread(values: Tensor) -> Tensor:
-            return values.new_full(x.shape[:-1], torch.nan).scatter(-1, sample, values)
-
-        trace = (slopes * self.algebra.diagonal).sum(-1)
-        return (
-            JacobianInvariants(trace, spread(found.trace_of_square), spread(found.squared_norm)),
-            spread(self.algebra.radial(some, points)),
-        )
+    @cached_property
+    def _biases(self) -> Float[Tensor, " neurons"]:
+        """What is added to the products of ``algebra.rows`` with x."""
+        zero = torch.zeros_like(self.algebra.rows[: self.mlp.hidden, 0])
+        return torch.cat([zero if bias is None else bias.to(zero) for bias in input_biases(self.mlp)])
 
 
 def prepare_mlp(
@@ -269,10 +328,19 @@ def prepare_mlp(
         return PreparedMLP(force, {}, jacobian_algebra(force, like=like), harmonic)
     assert isinstance(unfolded, MLP | GatedMLP)
     own = SplitWeights.of(force, like)
-    weights = {UNIT_SPHERE: own, NORM_OUTPUT: own if unfolded is force else SplitWeights.of(unfolded, like)}
+    weights = {UNIT_SPHERE: own, MLP_INPUT: own if unfolded is force else SplitWeights.of(unfolded, like)}
     live = torch.stack([rows.to(like).any(-1) for rows in force.input_rows]).any(0)
     harmonic = affine(torch.where(live, 0.0, force.neurons(zero)), force.w_out, force.b_out)
     return PreparedMLP(force, weights, jacobian_algebra(force, like=like), harmonic)
+
+
+def input_biases(mlp: Force) -> tuple[Float[Tensor, " hidden"] | None, ...]:
+    """The biases that are added to each of ``mlp.input_rows``: (b_in,), or (b_gate, b_up).
+
+    >>> input_biases(MLP(w_in=torch.eye(2), w_out=torch.eye(2)))
+    (None,)
+    """
+    return (mlp.b_in,) if isinstance(mlp, MLP) else (mlp.b_gate, mlp.b_up)  # type: ignore[attr-defined]
 
 
 def is_centered(norm: Norm | None) -> bool:

@@ -11,10 +11,10 @@ How to read it. References of the coherence: ``welch_bound``, which no h rows in
 For an ungated MLP |cos| = 1 for every neuron makes it a gradient, whatever the coherence; low coherence only makes the
 cross terms of the split small.
 How it fails. cos depends on the coordinates: by default the weights are those of the model, which read the norm's
-output; ``folded=True`` takes those that read unit vectors. Constant neurons (v = 0) have no cos and are left out;
+output; ``fold_norm=True`` takes those that read unit vectors. Constant neurons (v = 0) have no cos and are left out;
 ``dead_neurons`` counts them. A neuron below the threshold is not off for every activation: GELU and SiLU are not 0
 there.
-Cost. O(h^2 d) per layer, no forward; gate sparsity takes one replay.
+Cost. O(h^2 d) per layer, no forward pass; gate sparsity takes one replay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
+from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import (
     HelmscopeError,
@@ -135,9 +135,9 @@ def permuted_alignment(force: Force, *, permutations: int = 1000, seed: int = 0)
     return table.gather(1, orders.mT).mean(0)
 
 
-def mlp_weights(system: System, *, folded: bool = False, permutations: int = 100, seed: int = 0) -> xr.Dataset:
+def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 100, seed: int = 0) -> xr.Dataset:
     """Coherence of W_in and alignment of W_out with it, of every layer: the replicates are layers, and for a mixture of
-    experts there is one entry per expert along the axis ``expert``. No forward is run.
+    experts there is one entry per expert along the axis ``expert``. No forward pass is run.
 
     Quantities and references are those above; ``neuron_alignment`` has an axis ``neuron``. Raises HelmscopeError for a
     system without MLPs.
@@ -150,7 +150,7 @@ def mlp_weights(system: System, *, folded: bool = False, permutations: int = 100
     import xarray as xr
 
     check_system(system)
-    layers = [unfolded_force(system, layer, folded=folded) for layer in system.layers]
+    layers = [unfolded_force(system, layer, fold_norm=fold_norm) for layer in system.layers]
     stacks = [list(force.experts) if isinstance(force, MixtureOfExperts) else [force] for force in layers]
     known: dict[tuple[int, ...], dict[str, Any]] = {}
     rows = [[_of_force(force, known, permutations, seed) for force in stack] for stack in stacks]
@@ -168,7 +168,7 @@ def mlp_weights(system: System, *, folded: bool = False, permutations: int = 100
     measured = xr.Dataset(variables, coords)
     for label, value in measured.data_vars.items():
         value.attrs["long_name"] = LABELS[str(label)]
-    measured.attrs["frame"] = "unit sphere: norm folded in" if folded else "output of the norm: weights of the model"
+    measured.attrs["frame"] = "unit sphere: norm folded in" if fold_norm else "output of the norm: weights of the model"
     mixed = any(isinstance(force, MixtureOfExperts) for force in layers)
     return as_measurement(measured if mixed else measured.squeeze("expert", drop=True))
 
@@ -206,9 +206,9 @@ class GateSparsity(Instrument):
         self.threshold, self.slope = check_real("threshold", threshold), check_real("slope", slope)
 
     def unsupported_reason(self, system: System) -> str | None:
-        """Why a system cannot be measured, as for ``DriftAndSwirl``."""
-        reason = DriftAndSwirl().unsupported_reason(system)
-        return reason and reason.replace("drift_and_swirl", self.name)
+        """Why a system cannot be measured, as for ``MlpForce``."""
+        reason = MlpForce().unsupported_reason(system)
+        return reason and reason.replace("mlp_force", self.name)
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the shares at the inputs of the MLP."""
@@ -275,8 +275,8 @@ def gate_sparsity(system: System, *, threshold: float = 0.0, slope: float = 0.1)
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def unfolded_force(system: System, layer: int, *, folded: bool = False) -> Any:
-    """The MLP of a layer as a function of its norm's output, or of unit vectors if ``folded``.
+def unfolded_force(system: System, layer: int, *, fold_norm: bool = False) -> Any:
+    """The MLP of a layer as a function of its norm's output, or of unit vectors if ``fold_norm``.
 
     >>> from helmscope.solve.integrate import integrate
     >>> mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2))
@@ -286,7 +286,7 @@ def unfolded_force(system: System, layer: int, *, folded: bool = False) -> Any:
     force = system.force(layer=layer)
     if force is None:
         raise HelmscopeError(f"system has no MLP: force(layer={layer}) is None, but the weights of one are needed")
-    if folded:
+    if fold_norm:
         return force
     kept = getattr(system, "forces", None)  # of a recording
     field = getattr(system, "field", None)  # of a simulation

@@ -13,10 +13,10 @@ the range of Sigma in the tangent space (``sigma_field`` has the formulas),
 How to read it. A random field has a share of (r - 1) / (2 r) on r dimensions (``antisymmetric_share_null``);
 ``antisymmetric_share_attention`` is that of the write of attention alone.
 How it fails. Where Sigma is 0, as for a token with a single key, there is no share: NaN, and means leave such tokens
-out. Eigenvalues of Sigma near ``tolerance`` of the largest are divided by, and dominate J; in float32 nothing smaller
+out. Eigenvalues of Sigma near ``tol`` of the largest are divided by, and dominate J; in float32 nothing smaller
 than about 1e-6 of the largest is known.
-Cost. One forward with derivatives of the queries, one vector-Jacobian product for each of their coordinates, and for
-every layer, prompt and token an eigendecomposition of a d x d matrix.
+Cost. One forward pass with derivatives of the queries, one vector-Jacobian product for each of their coordinates, and
+for every layer, prompt and token an eigendecomposition of a d x d matrix.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.drift_and_swirl import DriftAndSwirl, unit_points
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
+from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
 from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_unsupported
 from helmscope.observe.sigma_field import SigmaField, antisymmetric_share_of
@@ -59,7 +59,7 @@ NAMES = {
 
 @shows_progress("measuring mobilities")
 def mobility_test(
-    system: System, *, tokens: int = 4, seed: int = 0, tolerance: float = 1e-6, progress: ProgressOption = None
+    system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The antisymmetric share of the Jacobian of Sigma^-1 b at ``tokens`` tokens of each prompt, in every layer (at
     every time of a simulation); one value per replicate, the mean over the tokens.
@@ -80,7 +80,7 @@ def mobility_test(
         check_system(system),
         tokens=check_integer("tokens", tokens, at_least=1),
         seed=check_integer("seed", seed, at_least=0),
-        tolerance=check_real("tolerance", tolerance, above=0),
+        tol=check_real("tol", tol, above=0),
     )
     reason = system.unsupported_reason(instrument)
     if reason is not None:
@@ -100,7 +100,7 @@ def mobility_unsupported(system: System) -> str | None:
     >>> from helmscope.solve.integrate import integrate
     >>> mobility_unsupported(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
     """
-    return system.unsupported_reason(_Mobility(system, tokens=1, seed=0, tolerance=1e-6))
+    return system.unsupported_reason(_Mobility(system, tokens=1, seed=0, tol=1e-6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +119,8 @@ class _Mobility(Instrument):
     name = "mobility_test"
     slopes: RecordedSlopes | None
 
-    def __init__(self, system: System, *, tokens: int, seed: int, tolerance: float) -> None:
-        self.tokens, self.seed, self.tolerance = tokens, seed, tolerance
+    def __init__(self, system: System, *, tokens: int, seed: int, tol: float) -> None:
+        self.tokens, self.seed, self.tol = tokens, seed, tol
         self.system, self.slopes = system, None
         # a model without an MLP is refused, since a force cannot be asked for
         self.has_mlp = isinstance(system, Recording) or system.force(layer=0) is not None
@@ -133,8 +133,8 @@ class _Mobility(Instrument):
     def unsupported_reason(self, system: System) -> str | None:
         if isinstance(system, Recording) and system.anatomy.has_cross:
             return f"system is a decoder that reads an encoder, but {self.name} needs blocks of attention and MLP"
-        reason = DriftAndSwirl().unsupported_reason(system) if self.has_mlp else None
-        return (reason and reason.replace("drift_and_swirl", self.name)) or slopes_unsupported(system, self.name)
+        reason = MlpForce().unsupported_reason(system) if self.has_mlp else None
+        return (reason and reason.replace("mlp_force", self.name)) or slopes_unsupported(system, self.name)
 
     def start(self, plan: ReplayPlan) -> None:
         super().start(plan)
@@ -194,7 +194,7 @@ class _Mobility(Instrument):
         if self.has_mlp:
             more = self._force(context, attended, field, row, token)
             drifts.append((write + more[0] / radius, slopes + more[1] / radius))
-        solved = field.solved(drifts, self.tolerance)
+        solved = field.solved(drifts, self.tol)
         if solved is None:
             return {"sigma_rank": 0.0}
         rank = len(solved[0].jacobian)

@@ -30,10 +30,10 @@ NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 31}  # of a block of products in memory
 
 
 @dataclass(frozen=True, eq=False)
-class Nearest:
+class NearestNeighbors:
     """Distances (n, k), in float64 and ascending, of each point to its k nearest other points, and their indices.
 
-    >>> Nearest.of(torch.tensor([[0.0], [1.0], [3.0]]), 2).distances
+    >>> NearestNeighbors.of(torch.tensor([[0.0], [1.0], [3.0]]), 2).distances
     tensor([[1., 3.],
             [1., 2.],
             [2., 3.]], dtype=torch.float64)
@@ -44,11 +44,11 @@ class Nearest:
 
     @classmethod
     @full_precision
-    def of(cls, points: Float[Tensor, "n d"], k: int) -> Nearest:
+    def of(cls, points: Float[Tensor, "n d"], k: int) -> NearestNeighbors:
         """The k nearest neighbors of each point among the others. Raises HelmscopeError unless there are more than k
         points, all finite.
 
-        >>> Nearest.of(torch.eye(3), 1).distances.flatten().round(decimals=4)
+        >>> NearestNeighbors.of(torch.eye(3), 1).distances.flatten().round(decimals=4)
         tensor([1.4142, 1.4142, 1.4142], dtype=torch.float64)
         """
         k = check_integer("k", k, at_least=1)
@@ -130,8 +130,8 @@ class _Search:
         return found, lower * self.scale.double().square()
 
 
-def distinct_points(points: Float[Tensor, "n d"], tolerance: float = 0.0) -> Bool[Tensor, " n"]:
-    """Which points are farther than ``tolerance`` from all earlier ones of these: one of several equal points.
+def distinct_points(points: Float[Tensor, "n d"], tol: float = 0.0) -> Bool[Tensor, " n"]:
+    """Which points are farther than ``tol`` from all earlier ones of these: one of several equal points.
 
     >>> distinct_points(torch.tensor([[0.0], [1.0], [0.0]]))
     tensor([ True,  True, False])
@@ -139,12 +139,12 @@ def distinct_points(points: Float[Tensor, "n d"], tolerance: float = 0.0) -> Boo
     kept = torch.ones(len(points), dtype=torch.bool, device=points.device)
     if len(points) < 2:
         return kept
-    close = (Nearest.of(points, 1).distances[:, 0] <= tolerance).nonzero()[:, 0]
+    close = (NearestNeighbors.of(points, 1).distances[:, 0] <= tol).nonzero()[:, 0]
     # only points with a close one need to be compared
     group = points[close].double()
     for i in range(1, len(close)):
         earlier = group[:i][kept[close[:i]]]
-        kept[close[i]] = bool((torch.linalg.vector_norm(earlier - group[i], dim=-1) > tolerance).all())
+        kept[close[i]] = bool((torch.linalg.vector_norm(earlier - group[i], dim=-1) > tol).all())
     return kept
 
 

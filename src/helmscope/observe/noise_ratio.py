@@ -1,16 +1,16 @@
-"""Summaries of ``query_key_noise``, queries compared with keys: their ratio, the slope in sigma, kinds at equal damage,
-and table 1 of [Additive transport].
+"""Summaries of ``query_key_noise``, queries compared with keys: their ratio, the slope in sigma, effects at equal
+damage, and table 1 of [Additive transport].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from helmscope.observe.query_key_noise import NoiseForm, query_key_noise
+from helmscope.observe.query_key_noise import NoiseKind, query_key_noise
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_replicates, type_with_article
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # table 1 of [Additive transport], measured there on GPT-2: sigma, KL of noise on queries, KL of noise on keys, ratio
 PRINTED = {0.01: (0.0007, 0.0013, 1.86), 0.05: (0.0342, 0.0296, 0.86), 0.10: (0.1237, 0.1581, 1.28)}
-KINDS = ("entropy_change", "top_token_agreement", "top_key_agreement")
+EFFECTS = ("entropy_change", "top_token_agreement", "top_key_agreement")
+LEVEL = {"long_name": "divergence at which the effects are compared (nats)", "valid_min": 0.0}
+SLOPE = {"long_name": "slope of log KL in log sigma"}
 RATIO = {"long_name": "KL of noise on keys over KL of noise on queries", "averaged_as": "log(x)"}
 
 
@@ -28,7 +30,7 @@ def query_key_noise_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataAr
     """KL of noise on keys over KL of noise on queries, each averaged over the axis ``over``: over the draws, one ratio
     per prompt, or over the prompts (over="prompt"), one ratio per draw. NaN where noise on queries does no damage.
 
-    ``noise`` is what ``query_key_noise`` returns. The null is 1 in the form MATCHED, at second order.
+    ``noise`` is what ``query_key_noise`` returns. The null is 1 for noise of the kind MATCHED, at second order.
 
     >>> kl = ("site", "draw", "prompt"), [[[1.0, 2.0]], [[3.0, 2.0]]]
     >>> noise = xr.Dataset({"kl": kl}, {"site": ["query", "key"]})
@@ -38,7 +40,7 @@ def query_key_noise_ratio(noise: xr.Dataset, *, over: str = "draw") -> xr.DataAr
     kl = _checked(noise).kl.mean(over)
     query, key = kl.sel(site="query", drop=True), kl.sel(site="key", drop=True)
     ratio: xr.DataArray = key / query.where(query > 0)
-    return ratio.assign_attrs(RATIO)
+    return _described(ratio, RATIO)
 
 
 def query_key_noise_slope(noise: xr.Dataset) -> xr.DataArray:
@@ -56,47 +58,59 @@ def query_key_noise_slope(noise: xr.Dataset) -> xr.DataArray:
         raise HelmscopeError(f"noise has {kl.sizes['sigma']} sizes > 0, but a slope needs at least 2")
     x = np.log(kl.sigma) - np.log(kl.sigma).mean()
     slope: xr.DataArray = (x * np.log(kl.where(kl > 0))).sum("sigma", skipna=False) / (x**2).sum()
-    return slope
+    return _described(slope, SLOPE)
 
 
 def query_key_noise_at_equal_kl(noise: xr.Dataset) -> xr.Dataset:
     """What noise on queries and noise on keys do at equal KL: ``entropy_change``, ``top_token_agreement`` and
     ``top_key_agreement`` of both, along ``site``, at one KL per prompt, ``equal_kl``.
 
-    KL and kinds are averaged over draws and interpolated along sigma, linearly in log KL. ``equal_kl`` is the geometric
-    middle of the range of KL that both reach in the prompt; where there is none, all are NaN.
+    KL and effects are averaged over draws and interpolated along sigma, linearly in log KL. ``equal_kl`` is the
+    geometric middle of the range of KL that both reach in the prompt; where there is none, all are NaN.
 
     >>> from helmscope import record
     >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), draws=2)
     >>> query_key_noise_at_equal_kl(noise).top_key_agreement.dims
-    ('form', 'site', 'prompt')
+    ('kind', 'site', 'prompt')
     """
-    mean = _checked(noise)[["kl", *KINDS]].mean("draw").sel(site=["query", "key"])
+    mean = _checked(noise)[["kl", *EFFECTS]].mean("draw").sel(site=["query", "key"])
     logs = np.log(mean.kl.where(mean.kl > 0))
     low, high = logs.min("sigma", skipna=False).max("site"), logs.max("sigma", skipna=False).min("site")
     level = ((low + high) / 2).where(low <= high)
     values = {
-        kind: xr.apply_ufunc(
+        effect: xr.apply_ufunc(
             _interpolated,
             level,
             logs,
-            mean[kind],
+            mean[effect],
             input_core_dims=[[], ["sigma"], ["sigma"]],
             vectorize=True,
-        ).assign_attrs(noise[kind].attrs)
-        for kind in KINDS
+        )
+        for effect in EFFECTS
     }
-    data = {name: value.transpose(..., "prompt") for name, value in values.items()}
-    level = np.exp(level).assign_attrs(long_name="divergence at which the kinds are compared (nats)")
-    return check_replicates(xr.Dataset(data | {"equal_kl": level.transpose(..., "prompt")}))
+    data = {
+        name: _described(
+            value.transpose(..., "prompt"),
+            {**noise[name].attrs, "long_name": f"{noise[name].attrs.get('long_name', name)}, at equal KL"},
+        )
+        for name, value in values.items()
+    }
+    return check_replicates(xr.Dataset(data | {"equal_kl": _described(np.exp(level).transpose(..., "prompt"), LEVEL)}))
+
+
+def _described(values: xr.DataArray, attributes: Mapping[str, Any]) -> xr.DataArray:
+    """Values with these attributes and no others: arithmetic may keep those of the divergence."""
+    found = values.copy()
+    found.attrs = dict(attributes)
+    return found
 
 
 @shows_progress("table 1 of the source on additive transport")
 def noise_table_as_printed(
     recording: Recording, *, draws: int = 20, seed: int = 0, progress: ProgressOption = None
 ) -> xr.Dataset:
-    """Table 1 of [Additive transport], section 9.1, in both of its readings, noise on the activations and on the
-    weights: ``kl_query``, ``kl_key`` and their ``ratio``, along (form, sigma, prompt), each the mean over the draws.
+    """Table 1 of [Additive transport], section 9.1, in both interpretations, noise on the activations and on the
+    weights: ``kl_query``, ``kl_key`` and their ``ratio``, along (kind, sigma, prompt), each the mean over the draws.
 
     The coordinates ``printed_query``, ``printed_key`` and ``printed_ratio`` hold what is printed, measured there on
     GPT-2 without error bars. ``reduce_replicates`` gives means over prompts with intervals. The ratio depends on the
@@ -105,10 +119,10 @@ def noise_table_as_printed(
     >>> from helmscope import record
     >>> table = noise_table_as_printed(record("A", ["Once upon a time", "The cat sat"]), draws=1)
     >>> dict(table.ratio.sizes), table.printed_ratio.values.tolist()
-    ({'form': 2, 'sigma': 3, 'prompt': 2}, [1.86, 0.86, 1.28])
+    ({'kind': 2, 'sigma': 3, 'prompt': 2}, [1.86, 0.86, 1.28])
     """
-    forms = (NoiseForm.ACTIVATIONS, NoiseForm.WEIGHTS)
-    noise = query_key_noise(recording, forms=forms, sigmas=list(PRINTED), draws=draws, seed=seed, progress=progress)
+    kinds = (NoiseKind.ACTIVATIONS, NoiseKind.WEIGHTS)
+    noise = query_key_noise(recording, kinds=kinds, sigmas=list(PRINTED), draws=draws, seed=seed, progress=progress)
     return query_key_noise_table(noise)
 
 
@@ -126,6 +140,42 @@ def query_key_noise_table(noise: xr.Dataset) -> xr.Dataset:
     table = xr.Dataset(columns | {"ratio": query_key_noise_ratio(noise).sel(sigma=list(PRINTED))}, attrs=noise.attrs)
     return check_replicates(
         table.assign_coords({f"printed_{name}": ("sigma", list(column)) for name, column in printed.items()})
+    )
+
+
+def query_key_noise_summary(noise: xr.Dataset) -> xr.Dataset:
+    """Noise on queries, keys and values in one Measurement: ``kl``, ``entropy_change``, ``top_token_agreement`` and
+    ``top_key_agreement`` as means over the draws, and ``kl_by_draw``; ``ratio`` (``query_key_noise_ratio``), whose null
+    is 1 in the kind MATCHED at second order; ``slope`` of log KL in log sigma, with null 2 (``query_key_noise_slope``);
+    and what ``query_key_noise_at_equal_kl`` returns, ``equal_kl`` and each effect as KIND_at_equal_kl.
+
+    The coordinates ``printed_query``, ``printed_key`` and ``printed_ratio`` along ``sigma`` hold table 1 of [Additive
+    transport], NaN at other sizes.
+
+    >>> from helmscope import record
+    >>> noise = query_key_noise(record("A", ["Once upon a time", "The cat sat"]), draws=2)
+    >>> summary = query_key_noise_summary(noise)
+    >>> summary.ratio.dims, summary.printed_ratio.values.tolist()
+    (('kind', 'sigma', 'prompt'), [1.86, 0.86, 1.28])
+    """
+    effects = {name: _checked(noise)[name].mean("draw", keep_attrs=True) for name in ("kl", *EFFECTS)}
+    nulls = {name: noise[name] for name in map(str, noise.data_vars) if name.endswith("_null")}
+    equal = query_key_noise_at_equal_kl(noise)
+    at_equal = {f"{effect}_at_equal_kl": equal[effect].reindex(site=noise.site) for effect in EFFECTS}
+    derived = {
+        "kl_by_draw": noise.kl.assign_attrs(long_name=f"{noise.kl.attrs.get('long_name', 'KL')}, by draw"),
+        "ratio": query_key_noise_ratio(noise),
+        "slope": query_key_noise_slope(noise),
+    }
+    if "kind" in noise.dims:
+        derived["ratio_null"] = xr.ones_like(noise.kind, float).where(noise.kind == NoiseKind.MATCHED.value)
+    table = xr.Dataset(
+        effects | nulls | derived | at_equal | {"equal_kl": equal.equal_kl, "slope_null": 2.0}, attrs=noise.attrs
+    )
+    printed = np.array([PRINTED.get(sigma, (np.nan,) * 3) for sigma in noise.sigma.values.tolist()])
+    names = ("printed_query", "printed_key", "printed_ratio")
+    return check_replicates(
+        table.assign_coords({name: ("sigma", column) for name, column in zip(names, printed.T, strict=True)})
     )
 
 

@@ -53,21 +53,22 @@ def overview(
     *,
     beta: float | None = None,
     delta: float | None = None,
-    radius: float | None = None,
+    max_angle: float | None = None,
     bins: int = 50,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """Share of close pairs, order parameter, number of clusters, rank, energy and histogram of inner products of
-    every system over time.
+    """Share of close or aligned pairs, order parameter, number of clusters, rank, energy and histogram of inner
+    products of every system over time.
 
     The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
     where it is infinite, and NaN where it overflows; for a simulation it defaults to the beta of its field, and must be
-    given for everything else. Pairs are close where their inner product is at least 1 - ``delta``, and tokens belong to
-    one cluster within an angle ``radius`` of each other: 0.001 and 0.1 by default, where tokens have met; for a
-    recording, whose tokens come near each other at most, 0.1 and 0.45, the angle of an inner product of 0.9. A text
-    with fewer than two tokens that count has no pairs: its values are NaN, with a warning. Tokens count by the weights
-    of the trajectory. With more than 2,048 tokens, pairs and clusters are computed for every k-th token, with the
+    given for everything else. ``close_pair_share`` is the share of pairs whose inner product is at least 1 - ``delta``,
+    and tokens belong to one cluster within an angle ``max_angle`` of each other: 0.001 and 0.1 by default, where tokens
+    have met. Tokens of a recording come near each other at most: there the share is that of aligned pairs,
+    ``aligned_pair_share``, and the defaults are 0.1 and 0.45, the angle of an inner product of 0.9. A text with fewer
+    than two tokens that count has no pairs: its values are NaN, with a warning. Tokens count by the weights of the
+    trajectory. With more than 2,048 tokens, pairs and clusters are computed for every k-th token, with the
     smallest k that leaves at most 2,048; the attribute ``token_stride`` is k. ``progress`` is called with the share of
     the work done.
 
@@ -80,7 +81,7 @@ def overview(
     beta = check_real("beta", _beta_of(system) if beta is None else beta, at_least=0)
     of_model = trajectory.replicate == "prompt"
     delta = (0.1 if of_model else 1e-3) if delta is None else delta
-    radius = (0.45 if of_model else 0.1) if radius is None else radius
+    max_angle = (0.45 if of_model else 0.1) if max_angle is None else max_angle
     if of_model:
         warn_of_short_texts("pairs", (_token_counts(trajectory) < 2).tolist())
     stride = -(-trajectory.states.shape[-2] // MAX_PAIRED)
@@ -93,7 +94,7 @@ def overview(
         thinned = _thin_tokens(part, stride)
         computations: list[Callable[[], xr.Dataset]] = [
             partial(close_pair_shares, thinned, delta=delta),
-            partial(track, thinned, cluster_count=partial(cluster_count, radius=radius)),
+            partial(track, thinned, cluster_count=partial(cluster_count, max_angle=max_angle)),
             partial(track, part, order_parameter=order_parameter, mean_inner_product=mean_inner_product),
             partial(track, part, effective_rank=effective_rank),
             partial(inner_product_histogram, thinned, bins=bins),
@@ -107,9 +108,12 @@ def overview(
             report((begin + done * len(part.times)) / max(steps, 1))
         parts.append(xr.merge(measurements, compat="equals", combine_attrs="no_conflicts"))
     merged = xr.concat(parts, trajectory.axis, data_vars="minimal", coords="minimal", compat="equals", join="exact")
+    if of_model:
+        merged = merged.rename(close_pair_share="aligned_pair_share")
+        merged.aligned_pair_share.attrs["long_name"] = f"share of pairs with an inner product of at least {1 - delta:g}"
     for name in LONG_NAMES.keys() & set(merged.data_vars):
         merged[name].attrs["long_name"] = LONG_NAMES[str(name)]
-    return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, token_stride=stride)
+    return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, max_angle=max_angle, token_stride=stride)
 
 
 def _beta_of(system: Trajectory | System) -> float:

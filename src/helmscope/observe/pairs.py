@@ -47,7 +47,7 @@ CHUNK = 1 << 22  # inner products in memory at a time
 
 LABELS = {
     "aligned_pair_share": "share of inner products above the level",
-    "inner_product": "mean inner product",
+    "mean_inner_product": "mean inner product",
     "effective_rank": "effective rank exp(entropy of the singular values)",
     "participation_ratio": "participation ratio",
     "stable_rank": "stable rank",
@@ -58,7 +58,7 @@ LABELS = {
 }
 BOUNDS = {
     "aligned_pair_share": SHARE,
-    "inner_product": (-1.0, 1.0),
+    "mean_inner_product": (-1.0, 1.0),
     **dict.fromkeys(("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"), AT_LEAST_1),
     **dict.fromkeys(("collapse_residual_frobenius", "collapse_residual_composite", "radius"), AT_LEAST_0),
 }
@@ -84,33 +84,33 @@ def cloud_statistics(
     ids: Int[Tensor, "batch n"] | None = None,
     levels: Sequence[float] = LEVELS,
     gap: int = GAP,
-    first_token: bool = False,
+    include_first_token: bool = False,
     ranks: bool = True,
 ) -> xr.Dataset:
     """Statistics over (depth, prompt) of the tokens of each prompt on the unit sphere.
 
-    ``inner_product`` is the mean inner product of each of the three sets of pairs (axis ``pairs``, see ``PairSet``);
-    ``aligned_pair_share`` is the share of inner products above each of ``levels`` (axis ``level``). ``effective_rank``,
-    ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the cloud, and
-    ``collapse_residual_frobenius`` and ``collapse_residual_composite`` its distance to the mean token, relative to its
-    size (the functions of these names with ``relative=True``). ``radius`` is the mean norm that was divided out, if
-    there is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most of the time, are
-    left out.
+    ``mean_inner_product`` is the mean inner product of each of the three sets of pairs (axis ``pairs``, see
+    ``PairSet``); ``aligned_pair_share`` is the share of inner products above each of ``levels`` (axis ``level``).
+    ``effective_rank``, ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the
+    cloud, and ``collapse_residual_frobenius`` and ``collapse_residual_composite`` its distance to the mean token,
+    relative to its size (the functions of these names with ``relative=True``). ``radius`` is the mean norm that was
+    divided out, if there is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most
+    of the time, are left out.
 
     ``system`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
     which are 0 for padding and special tokens; the first token, the usual attention sink, is left out unless
-    ``first_token``. A statistic of no pairs is NaN. Everything is computed in float64, one depth at a time.
+    ``include_first_token``. A statistic of no pairs is NaN. Everything is computed in float64, one depth at a time.
 
     >>> tokens = torch.eye(3).expand(1, 2, 3, 3)
-    >>> measured = cloud_statistics(Trajectory(torch.zeros(1), tokens), gap=1, levels=[0.9], first_token=True)
+    >>> measured = cloud_statistics(Trajectory(torch.zeros(1), tokens), gap=1, levels=[0.9], include_first_token=True)
     >>> measured.aligned_pair_share.dims, measured.aligned_pair_share.sel(pairs="distant", level=0.9).values.tolist()
     (('time', 'system', 'pairs', 'level'), [[0.0, 0.0]])
     """
     levels = check_levels(levels)
     gap = check_integer("gap", gap, at_least=1)
     path, ids = sphere_and_ids(system, ids)
-    path = path if first_token else without_first_token(path)
+    path = path if include_first_token else without_first_token(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
     chunks = []
     for begin in range(0, path.states.shape[1], rows_at_once):
@@ -127,7 +127,7 @@ def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[fl
     sets = [pairs.value for pairs in PairSet]
     axes: dict[str, dict[str, ArrayLike]] = {
         "aligned_pair_share": {"pairs": sets, "level": levels},
-        "inner_product": {"pairs": sets},
+        "mean_inner_product": {"pairs": sets},
     }
     parts = [with_replicates({name: values[name]}, path, further) for name, further in axes.items()]
     plain = {name: value for name, value in values.items() if name not in axes}
@@ -224,7 +224,7 @@ def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[fl
     flat = gram.flatten(-2)
     summands = torch.stack([flat, *((flat > level).to(flat) for level in levels)], 1)
     means = (pairs.weights @ summands.mT) / pairs.total.unsqueeze(-1)
-    of_pairs = {"aligned_pair_share": means[..., 1:], "inner_product": means[..., 0]}
+    of_pairs = {"aligned_pair_share": means[..., 1:], "mean_inner_product": means[..., 0]}
     if not ranks:
         return of_pairs
     # the eigenvalues of the Gram matrix are s^2, at a third of the cost of singular values of x

@@ -10,8 +10,8 @@ and what it writes from j to i is A_ij O x_j with O = P W_O W_V G P. A metric is
 - symmetric share |S|^2 / |M|^2: 1 if M is symmetric, 0 if it is antisymmetric, (d + 1) / (2 d) on average for random
   factors of any rank, with d the dimension on which P projects;
 - signature: the numbers of eigenvalues of S above and below 0. If the rows of W_Q and W_K are linearly independent
-  (2 r <= d) it is (r, r), whatever the weights: no such head is a metric, even on a subspace. ``negative_share`` is the
-  share of the negative eigenvalues in |S|^2;
+  (2 r <= d) it is (r, r), whatever the weights: no such head is a metric, even on a subspace.
+  ``negative_eigenvalue_share`` is the share of the negative eigenvalues in |S|^2;
 - alignment cos(M, O): 1 if what a head writes is the gradient of its logits in x_i; 0 on average for random factors.
 
 Biases are left out, and for rotary models the phases too: M is that at relative position 0.
@@ -22,7 +22,7 @@ orthogonal part is U_ij in T = U |T| (a partial isometry if T has no full rank).
     holonomy defect = 1 - tr(U_ij U_jk U_ik^T) / rank,
 
 where the way back from i to k is the inverse of the direct way, since in a causal model attention has only one
-direction. It is 0 if the two ways agree, 1 on average if they are unrelated, 2 if they are opposite; 1 - cos(a) if all
+direction. It is 0 if the two ways agree, 1 on average for unrelated directions, 2 for opposite ones; 1 - cos(a) if all
 transports rotate every plane by the angle a; and 0 whenever all O_h are symmetric and positive definite, as then U = 1.
 """
 
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 ZERO = 1e-5  # eigenvalues below this share of the largest one count as 0, in single precision
 NAMES = {
     "symmetric_share": "symmetric share |S|^2 / |M|^2 of M = W_Q^T W_K",
-    "positive": "number of positive eigenvalues of the symmetric part",
-    "negative": "number of negative eigenvalues of the symmetric part",
-    "negative_share": "share of the negative eigenvalues in |S|^2",
+    "positive_eigenvalue_count": "number of positive eigenvalues of the symmetric part",
+    "negative_eigenvalue_count": "number of negative eigenvalues of the symmetric part",
+    "negative_eigenvalue_share": "share of the negative eigenvalues in |S|^2",
     "alignment": "cosine of W_Q^T W_K and W_O W_V",
 }
 
@@ -180,14 +180,16 @@ def qk_ov_alignment(matrices: HeadMatrices) -> Float[Tensor, " heads"]:
 
 def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressOption = None) -> xr.Dataset:
     """Symmetric share, signature and alignment of the heads, along (layer, head): ``symmetric_share`` with its null
-    (d + 1) / (2 d), ``positive`` and ``negative``, ``negative_share``, and ``alignment`` with null 0.
+    (d + 1) / (2 d), ``positive_eigenvalue_count`` and ``negative_eigenvalue_count``, ``negative_eigenvalue_share``, and
+    ``alignment`` with null 0.
 
-    They are computed from the weights; a few short forwards read them. ``seed`` and ``progress`` are not used. Raises
-    HelmscopeError where ``head_matrices`` does.
+    They are computed from the weights; a few short forward passes read them. ``seed`` and ``progress`` are not used.
+    Raises HelmscopeError where ``head_matrices`` does.
 
     >>> from helmscope import record
     >>> metric = query_key_metric(record("A", ["Once upon a time"]))
-    >>> metric.symmetric_share.dims, round(float(metric.symmetric_share_null[0]), 4), int(metric.positive.max())
+    >>> null, positive = metric.symmetric_share_null[0], metric.positive_eigenvalue_count
+    >>> metric.symmetric_share.dims, round(float(null), 4), int(positive.max())
     (('layer', 'head'), 0.5026, 32)
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in NAMES}
@@ -196,11 +198,11 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         values = symmetric_eigenvalues(each.queries, each.keys)
         largest = values.abs().amax(-1, keepdim=True)
         columns["symmetric_share"].append(symmetric_share(each.queries, each.keys))
-        columns["positive"].append((values > ZERO * largest).double().sum(-1))
-        columns["negative"].append((values < -ZERO * largest).double().sum(-1))
-        columns["negative_share"].append(values.clamp(max=0).square().sum(-1) / values.square().sum(-1))
+        columns["positive_eigenvalue_count"].append((values > ZERO * largest).double().sum(-1))
+        columns["negative_eigenvalue_count"].append((values < -ZERO * largest).double().sum(-1))
+        columns["negative_eigenvalue_share"].append(values.clamp(max=0).square().sum(-1) / values.square().sum(-1))
         columns["alignment"].append(qk_ov_alignment(each))
-    limits = {"symmetric_share": (0.0, 1.0), "negative_share": (0.0, 1.0), "alignment": (-1.0, 1.0)}
+    limits = {"symmetric_share": (0.0, 1.0), "negative_eigenvalue_share": (0.0, 1.0), "alignment": (-1.0, 1.0)}
     data = {
         name: (
             ("layer", "head"),
@@ -226,10 +228,9 @@ def holonomy_defect(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The defect of transport around random triangles of tokens, ``holonomy_defect`` along (layer, prompt): the mean
-    over
-    ``triangles`` of 1 - tr(U_ij U_jk U_ik^T) / rank, in [0, 2]; the null value 1 is that of unrelated ways.
+    over ``triangles`` of 1 - tr(U_ij U_jk U_ik^T) / rank, in [0, 2]; the null value 1 is that of unrelated directions.
 
-    Takes one forward, and three singular value decompositions per triangle, layer and prompt. NaN where attention
+    Takes one forward pass, and three singular value decompositions per triangle, layer and prompt. NaN where attention
     writes nothing and for texts of fewer than 3 visible tokens. Raises HelmscopeError where ``head_matrices`` does, for
     a layer out of range, and if no text has 3 visible tokens.
 

@@ -5,7 +5,7 @@
 
 for noise of several sizes and paired seeds: noise on queries and noise on keys of one draw have the same seed. Where kl
 is quadratic in the size, K / Q, the ratio of the two, does not depend on it; under the gauge q -> c q, k -> k / c,
-which leaves the model unchanged, it grows as c^4 in the forms with a fixed standard deviation (``NoiseForm``).
+which leaves the model unchanged, it grows as c^4 for the kinds with a fixed standard deviation (``NoiseKind``).
 
 Besides how much, ``entropy_change``, ``top_token_agreement`` and ``top_key_agreement`` say which kind of damage it is;
 compare them at equal kl (``query_key_noise_at_equal_kl``).
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
     from helmscope.models.sites import AbstractEdit, Chunk
     from helmscope.models.tap import Attended, Call
+    from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
 SIGMAS = (0.01, 0.05, 0.1)  # of table 1
@@ -65,7 +66,7 @@ NAMES = {
 }
 
 
-class NoiseForm(Enum):
+class NoiseKind(Enum):
     """What noise of size sigma is added to.
 
     - ``ACTIVATIONS``: queries, keys or values + sigma N, one reading of [Additive transport], table 1;
@@ -81,7 +82,7 @@ class NoiseForm(Enum):
 
     The last two depend neither on the gauge nor, the last one, on any basis inside the heads.
 
-    >>> NoiseForm.MATCHED.value
+    >>> NoiseKind.MATCHED.value
     'matched'
     """
 
@@ -93,15 +94,33 @@ class NoiseForm(Enum):
     MATCHED = "matched"
     MIXED_STATES = "mixed states"
 
+    def drawn_as(self, site: Site) -> NoiseKind:
+        """The kind that draws the same noise at a site: a kind that differs from another one at one site only shares
+        its noise at the other site.
 
-OF_WEIGHTS = {NoiseForm.WEIGHTS: "sigma", NoiseForm.RELATIVE_WEIGHTS: "relative", NoiseForm.MIXED_STATES: "mixing"}
+        >>> NoiseKind.MATCHED.drawn_as(Site.KEY), NoiseKind.CENTERED.drawn_as(Site.QUERY)
+        (<NoiseKind.CENTERED: 'centered'>, <NoiseKind.RELATIVE: 'relative'>)
+        """
+        if self is NoiseKind.MATCHED and site is Site.KEY:
+            return NoiseKind.CENTERED
+        if self is NoiseKind.CENTERED and site is not Site.KEY:
+            return NoiseKind.RELATIVE
+        return self
+
+
+PAIRED = (NoiseKind.CENTERED, NoiseKind.MATCHED)  # kinds that values do not have
+OF_WEIGHTS = {
+    NoiseKind.WEIGHTS: "sigma",
+    NoiseKind.RELATIVE_WEIGHTS: "relative_sigma",
+    NoiseKind.MIXED_STATES: "mixing",
+}
 
 
 @shows_progress("query and key noise")
 def query_key_noise(
     recording: Recording,
     *,
-    forms: Sequence[NoiseForm] = (NoiseForm.ACTIVATIONS, NoiseForm.MATCHED),
+    kinds: Sequence[NoiseKind] = (NoiseKind.ACTIVATIONS, NoiseKind.MATCHED),
     sigmas: Sequence[float] = SIGMAS,
     draws: int = 20,
     sites: Sequence[Site] = SITES,
@@ -109,15 +128,15 @@ def query_key_noise(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of noise, along (form, site, sigma, draw, prompt): ``kl``, ``entropy_change``, ``top_token_agreement``
-    and
-    ``top_key_agreement``; null values are those without noise.
+    """The damage of noise, along (kind, site, sigma, draw, prompt): ``kl``, ``entropy_change``, ``top_token_agreement``
+    and ``top_key_agreement``; null values are those without noise.
 
     ``sigmas`` are the sizes, ``draws`` the number of draws, and ``layers`` where noise is added, by default in all at
-    once. ``sites`` may also hold Site.VALUE in the forms that do not compare queries with keys. The axis ``site`` holds
-    "query", "key" and "value". Takes one forward for each form, site, size and draw; draws of one chunk of texts run in
-    one forward where the batch size of the recording allows. Raises HelmscopeError where ``next_token_loss`` does, for
-    a layer out of range, sigma < 0 and a model whose attention or matrices cannot be edited.
+    once. ``sites`` may also hold Site.VALUE; the kinds that compare queries with keys have none, NaN. The axis ``site``
+    holds "query", "key" and "value". Takes one forward pass for each kind, site, size and draw, and one for all kinds
+    that draw the same noise (``NoiseKind.drawn_as``); draws of one chunk of texts run in one forward pass where the
+    batch size of the recording allows. Raises HelmscopeError where ``next_token_loss`` does, for a layer out of range,
+    sigma < 0 and a model whose attention or matrices cannot be edited.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -126,65 +145,43 @@ def query_key_noise(
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> noise = query_key_noise(recording, draws=2)
     >>> dict(noise.kl.sizes)
-    {'form': 2, 'site': 2, 'sigma': 3, 'draw': 2, 'prompt': 2}
+    {'kind': 2, 'site': 2, 'sigma': 3, 'draw': 2, 'prompt': 2}
     >>> noise.sel(site="key").top_key_agreement.max().item() <= 1
     True
     """
-    report, count = check_progress(progress), check_integer("draws", draws, at_least=1)
-    sizes = _checked_sizes(sigmas)
+    seeds, sizes = _checked_seeds(seed, draws), _checked_sizes(sigmas)
     chosen = None if layers is None else chosen_layers(check_recording(recording), layers)
-    trial = _NoiseTrial(recording, _checked_forms(forms, sites), chosen)
-    shape = (len(NAMES), len(trial.forms), len(sites), len(sizes), count, len(recording.batch))
-    found = np.full(shape, np.nan)
-    seeds = [check_seed(seed) + k for k in range(count)]
-    chunks, done = list(trial.scoring.chunks()), 0
-    for rows in chunks:
-        plain = trial.plain(rows)
-        for index in np.ndindex(shape[1:4]):
-            form, site, size = trial.forms[index[0]], sites[index[1]], sizes[index[2]]
-            for k, values in enumerate(trial.damages(plain, rows, form, site, size, seeds)):
-                found[(slice(None), *index, k, rows)] = values
-                done += rows.stop - rows.start
-                report(done / found[0].size)
-    return _measurement(found, trial, {"form": trial.forms, "site": sites, "sigma": sizes, "draw": seeds})
+    trial = _NoiseTrial(recording, _checked_kinds(kinds, sites))
+    found = trial.run([chosen], sites, sizes, seeds, check_progress(progress))[:, 0]
+    return _measurement(found, trial, {"kind": trial.kinds, "site": sites, "sigma": sizes, "draw": seeds})
 
 
 @shows_progress("query and key noise by layer")
 def query_key_noise_by_layer(
     recording: Recording,
     *,
-    form: NoiseForm = NoiseForm.MATCHED,
+    kind: NoiseKind = NoiseKind.MATCHED,
     sigma: float = 0.05,
     draws: int = 4,
     sites: Sequence[Site] = SITES,
+    layers: Layers | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """As ``query_key_noise``, with noise of one form and size in one layer at a time: along (layer, site, draw,
-    prompt). Takes one forward for each layer, site and draw.
+    """As ``query_key_noise``, with noise of one kind and size in one layer at a time, each of ``layers``, by default of
+    all: along (layer, site, draw, prompt). Takes one forward pass for each layer, site and draw.
 
     >>> from helmscope import record
     >>> noise = query_key_noise_by_layer(record("A", ["Once upon a time", "The cat sat"]), draws=1)
     >>> noise.kl.dims, noise.sizes["layer"]
     (('layer', 'site', 'draw', 'prompt'), 12)
     """
-    report = check_progress(progress)
-    found: list[xr.Dataset] = []
-    for layer in recording.layers:
-        begin = len(found) / len(recording.layers)
-        one = query_key_noise(
-            recording,
-            forms=[form],
-            sigmas=[sigma],
-            draws=draws,
-            sites=sites,
-            layers=layer,
-            seed=seed,
-            progress=lambda share, begin=begin: report(begin + share / len(recording.layers)),
-        )
-        found.append(one.isel(form=0, sigma=0, drop=True).expand_dims(layer=[layer]))
-    joined = xr.concat(found, "layer", data_vars="minimal", coords="minimal", compat="override")
-    return check_replicates(joined.assign_attrs(form=form.value, sigma=sigma))
+    seeds, (size,) = _checked_seeds(seed, draws), _checked_sizes([sigma])
+    numbers = chosen_layers(check_recording(recording), layers)
+    trial = _NoiseTrial(recording, _checked_kinds([kind], sites))
+    found = trial.run([[layer] for layer in numbers], sites, [size], seeds, check_progress(progress))
+    measured = _measurement(found[:, :, 0, :, 0], trial, {"layer": numbers, "site": sites, "draw": seeds})
+    return measured.assign_attrs(kind=kind.value, sigma=size)
 
 
 class _TopKeys(Observer):
@@ -214,12 +211,41 @@ class _TopKeys(Observer):
 class _NoiseTrial:
     """Runs a recording with and without noise and compares the outcomes."""
 
-    def __init__(self, recording: Recording, forms: Sequence[NoiseForm], layers: int | Sequence[int] | None) -> None:
-        self.recording, self.forms, self.layers = recording, list(forms), layers
+    def __init__(self, recording: Recording, kinds: Sequence[NoiseKind]) -> None:
+        self.recording, self.kinds = recording, list(kinds)
         self.scoring = Scoring(recording)
-        recording.runner.under(Perturb(layers, sigma=0.0))  # raises for layers out of range and hidden attention
-        self.weights = WeightNoise.of(recording) if set(forms) & set(OF_WEIGHTS) else None
-        self.matched = MatchedQueryNoise.of(recording, relative=1.0) if NoiseForm.MATCHED in forms else None
+        self.weights = WeightNoise.of(recording) if set(kinds) & set(OF_WEIGHTS) else None
+        self.matched = MatchedQueryNoise.of(recording, relative_sigma=1.0) if NoiseKind.MATCHED in kinds else None
+
+    def run(
+        self,
+        layer_sets: Sequence[list[int] | None],
+        sites: Sequence[Site],
+        sizes: Sequence[float],
+        seeds: Sequence[int],
+        report: Progress,
+    ) -> np.ndarray:
+        """The damage of noise in each of several sets of layers: over (effect, set, kind, site, size, draw, prompt)."""
+        for layers in layer_sets:  # raises for layers out of range and hidden attention, before anything is run
+            self.recording.runner.under(Perturb(layers, sigma=0.0))
+        shape = (len(NAMES), len(layer_sets), len(self.kinds), len(sites), len(sizes), len(seeds))
+        found = np.full((*shape, len(self.recording.batch)), np.nan)
+        done = 0
+        for rows in self.scoring.chunks():
+            plain, known = self.plain(rows), dict[tuple[object, ...], list[np.ndarray]]()
+            for index in np.ndindex(shape[1:5]):
+                layers, kind = layer_sets[index[0]], self.kinds[index[1]]
+                noise = kind.drawn_as(sites[index[2]]), sites[index[2]], sizes[index[3]]
+                place = (index[0], *noise)
+                if noise[1] is Site.VALUE and kind in PAIRED:
+                    continue
+                if place not in known:
+                    known[place] = self.damages(plain, rows, layers, *noise, seeds)
+                for k, values in enumerate(known[place]):
+                    found[(slice(None), *index, k, rows)] = values
+                done += len(seeds) * (rows.stop - rows.start)
+                report(done / found[0].size)
+        return found
 
     def plain(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Logits and top keys without noise."""
@@ -230,69 +256,77 @@ class _NoiseTrial:
         self,
         plain: tuple[Tensor, Tensor],
         rows: slice,
-        form: NoiseForm,
+        layers: list[int] | None,
+        kind: NoiseKind,
         site: Site,
         sigma: float,
         seeds: Sequence[int],
     ) -> list[np.ndarray]:
-        """The damage of each draw of noise, as many draws in one forward as the batch size allows."""
+        """The damage of each draw of noise, as many draws in one forward pass as the batch size allows."""
         runner, found = self.recording.runner, list[np.ndarray]()
         count = rows.stop - rows.start
         together = max(1, runner.batch_size // count)
         together = max(1, min(together, LOGITS_PER_FORWARD // plain[0].numel()))
-        if form in OF_WEIGHTS or runner.encoder is not None:
+        if kind in OF_WEIGHTS or runner.encoder is not None:
             together = 1
         for first in range(0, len(seeds), together):
             chunk = seeds[first : first + together]
-            lists = [self._edits(form, site, sigma, each) for each in chunk]
+            lists = [self._edits(layers, kind, site, sigma, each) for each in chunk]
             observer = _TopKeys()
-            with self._changed_weights(form, site, sigma, chunk[0]):
+            with self._changed_weights(layers, kind, site, sigma, chunk[0]):
                 logits = BatchedEdits.runner(runner, rows, lists).outputs(observer)
             for part, keys in zip(logits.chunk(len(chunk)), observer.table.chunk(len(chunk), 1), strict=True):
                 found.append(self._compare(rows, plain[0], part, keys == plain[1]))
         return found
 
     def _compare(self, rows: slice, plain: Tensor, noisy: Tensor, same_key: Tensor) -> np.ndarray:
-        """The values of NAMES, over (kind, rows)."""
+        """The values of NAMES, over (effect, rows)."""
         kl, _, entropy_change, top_token_agreement = self.scoring.of_tokens(token_damage, rows, noisy, plain)
         # scored tokens are never the first, whose row has one key only
-        kinds = torch.stack([kl, entropy_change, top_token_agreement, same_key.double().mean((0, 2)).cpu()])
-        return self.scoring.means(kinds, rows)
+        effects = torch.stack([kl, entropy_change, top_token_agreement, same_key.double().mean((0, 2)).cpu()])
+        return self.scoring.means(effects, rows)
 
-    def _changed_weights(self, form: NoiseForm, site: Site, sigma: float, seed: int) -> AbstractContextManager[Any]:
-        if form not in OF_WEIGHTS:
+    def _changed_weights(
+        self, layers: list[int] | None, kind: NoiseKind, site: Site, sigma: float, seed: int
+    ) -> AbstractContextManager[Any]:
+        if kind not in OF_WEIGHTS:
             return nullcontext()
         assert self.weights is not None
-        size = {OF_WEIGHTS[form]: sigma}
-        values = self.weights.values(site, layers=self.layers, seed=seed, **size)
+        size = {OF_WEIGHTS[kind]: sigma}
+        values = self.weights.values(site, layers=layers, seed=seed, **size)
         return with_parameters(self.weights.model, values)
 
-    def _edits(self, form: NoiseForm, site: Site, sigma: float, seed: int) -> list[AbstractEdit]:
-        if form in OF_WEIGHTS:
+    def _edits(
+        self, layers: list[int] | None, kind: NoiseKind, site: Site, sigma: float, seed: int
+    ) -> list[AbstractEdit]:
+        if kind in OF_WEIGHTS:
             return []
-        if form is NoiseForm.ACTIVATIONS:
-            return [Perturb(self.layers, site=site, sigma=sigma, seed=seed)]
-        if site is Site.KEY and form in (NoiseForm.CENTERED, NoiseForm.MATCHED):
-            return [CenteredKeyNoise(self.layers, relative=sigma, seed=seed)]
-        if form is NoiseForm.MATCHED:
-            assert self.matched is not None
-            assert self.matched.sigma is not None
-            return [MatchedQueryNoise(self.layers, sigma * self.matched.sigma, seed)]
-        return [Perturb(self.layers, site=site, relative=sigma, seed=seed)]
+        if kind is NoiseKind.ACTIVATIONS:
+            return [Perturb(layers, site=site, sigma=sigma, seed=seed)]
+        if kind is NoiseKind.RELATIVE:
+            return [Perturb(layers, site=site, relative_sigma=sigma, seed=seed)]
+        if site is Site.KEY:
+            return [CenteredKeyNoise(layers, relative_sigma=sigma, seed=seed)]
+        assert self.matched is not None
+        assert self.matched.sigma is not None
+        return [MatchedQueryNoise(layers, sigma * self.matched.sigma, seed)]
 
 
-def _checked_forms(forms: Sequence[NoiseForm], sites: Sequence[Site]) -> list[NoiseForm]:
-    if not isinstance(forms, Sequence) or not forms or not all(isinstance(form, NoiseForm) for form in forms):
-        allowed = ", ".join(map(str, NoiseForm))
-        raise HelmscopeError(f"forms is {short_repr(forms)}, but it must be a list of members of {allowed}")
+def _checked_seeds(seed: int, draws: int) -> list[int]:
+    return [check_seed(seed) + k for k in range(check_integer("draws", draws, at_least=1))]
+
+
+def _checked_kinds(kinds: Sequence[NoiseKind], sites: Sequence[Site]) -> list[NoiseKind]:
+    if not isinstance(kinds, Sequence) or not kinds or not all(isinstance(kind, NoiseKind) for kind in kinds):
+        allowed = ", ".join(map(str, NoiseKind))
+        raise HelmscopeError(f"kinds is {short_repr(kinds)}, but it must be a list of members of {allowed}")
     allowed_sites = (*SITES, Site.VALUE)
     if not isinstance(sites, Sequence) or not sites or not all(site in allowed_sites for site in sites):
         allowed = ", ".join(map(str, allowed_sites))
         raise HelmscopeError(f"sites is {short_repr(sites)}, but it must be a list of some of {allowed}")
-    paired = [form for form in forms if form in (NoiseForm.CENTERED, NoiseForm.MATCHED)]
-    if Site.VALUE in sites and paired:
-        raise HelmscopeError(f"sites holds {Site.VALUE}, but {paired[0]} compares queries with keys only")
-    return list(forms)
+    if Site.VALUE in sites and set(kinds) <= set(PAIRED):
+        raise HelmscopeError(f"sites holds {Site.VALUE}, but {kinds[0]} compares queries with keys only")
+    return list(kinds)
 
 
 def _checked_sizes(sigmas: Sequence[float]) -> list[float]:
@@ -302,7 +336,7 @@ def _checked_sizes(sigmas: Sequence[float]) -> list[float]:
 
 
 def _measurement(found: np.ndarray, trial: _NoiseTrial, coords: dict[str, Sequence[Any]]) -> xr.Dataset:
-    """The Measurement of values over (kind, form, site, sigma, draw, prompt)."""
+    """The Measurement of values over (effect, kind, site, sigma, draw, prompt)."""
     axes = (*coords, "prompt")
     shares = {"valid_min": 0.0, "valid_max": 1.0}
     bounds: dict[str, dict[str, float]] = {"kl": {"valid_min": 0.0}, "entropy_change": {}}

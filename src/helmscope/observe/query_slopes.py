@@ -100,8 +100,8 @@ def simulated_slopes(
 
 
 class RecordedSlopes(Observer):
-    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward with derivatives that also
-    feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
+    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward pass with derivatives that
+    also feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
     """
 
     needs_all_layers = True
@@ -162,7 +162,7 @@ class RecordedSlopes(Observer):
         if not float(difference) <= AGREEMENT:
             raise HelmscopeError(
                 f"layer {layer} of {type(self.recording.anatomy.model).__name__} computes other attention weights for "
-                "some queries alone, but the derivatives by one query need the same ones"
+                "some queries alone, but the derivatives with respect to one query need the same ones"
             )
         columns = []
         for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):
@@ -171,7 +171,7 @@ class RecordedSlopes(Observer):
 
 
 class _Detached(InstrumentFeed):
-    """Feeds an instrument during a forward with derivatives, without them."""
+    """Feeds an instrument during a forward pass with derivatives, without them."""
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         super().state(site, layer, value.detach())

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from helmscope.models.place import PutInput
 from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
+from helmscope.models.put_state import PutInput
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import AbstractEdit, Observer, Site
 from helmscope.observe.track import warn_of_short_texts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Values = Callable[..., Tensor]  # of logits, targets and logits without edits, (tokens, ...), to (*kinds, tokens)
 
-LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
+LOGITS_PER_FORWARD = 1 << 24  # logits that one forward pass of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 
@@ -41,7 +41,7 @@ class Scoring:
     def __init__(self, recording: Recording) -> None:
         check_recording(recording)
         self.runner, batch = recording.runner, recording.batch
-        self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
+        self.tokens, self.shift = _scored(recording)
         self.weights = _weights(recording, self.tokens, self.shift)
         warn_of_short_texts("losses", (self.weights.sum(-1) == 0).tolist())
         self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
@@ -134,6 +134,26 @@ def token_losses(
 ) -> Float[Tensor, " tokens"]:
     """-log p of the targets under the softmax of the logits."""
     return torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def scoring_unsupported(recording: object) -> str | None:
+    """One sentence that says why the next tokens of a system have no loss; None if they have one.
+
+    >>> scoring_unsupported("A")
+    'recording is a str, but it must be a Recording'
+    """
+    try:
+        found = check_recording(recording)
+        _weights(found, *_scored(found))
+    except HelmscopeError as error:
+        return str(error)
+    return None
+
+
+def _scored(recording: Recording) -> tuple[Batch, int]:
+    """The tokens that are predicted, and how many positions before each the logits are that predict it."""
+    batch = recording.batch
+    return (batch, 1) if batch.targets is None else (batch.targets, 0)
 
 
 def _weights(recording: Recording, tokens: Batch, shift: int) -> Float[Tensor, "batch n"]:

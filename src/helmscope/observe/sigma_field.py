@@ -90,7 +90,7 @@ class SigmaField:
 
     @full_precision
     def solved(
-        self, drifts: list[tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]], tolerance: float
+        self, drifts: list[tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]], tol: float
     ) -> list[SolvedDrift] | None:
         """Sigma^-1 b for drifts b, each with its derivative D_x b in R^d at fixed radius; None where Sigma is 0.
 
@@ -102,7 +102,7 @@ class SigmaField:
         values, vectors = torch.linalg.eigh(self.tangent)
         if not float(values[-1]) > 0:
             return None
-        kept = values > tolerance * values[-1]
+        kept = values > tol * values[-1]
         size, axes, onto = values[kept], vectors[:, kept], self.onto
         found = []
         for drift, slopes in drifts:

@@ -27,7 +27,7 @@ from helmscope.observe.damage import damage_under_edits
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.sinks import SINK_THRESHOLD, AttentionSinks, TokenValues
 from helmscope.runs.bar import shows_progress
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.types import HelmscopeError, check_progress, check_real, check_seed, pluralized
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def sink_damage(
 
     ``heads`` names the sinks, such as ["L2H3"]; by default these are the heads whose mean weight on the first visible
     token, over the queries from ``first_query`` on, is at least ``threshold``. The mean of a prompt is that over the
-    half of the prompts to which it does not belong. Takes three forwards from the first sink's layer on, and one for
-    weights and values. Raises HelmscopeError if no head is a sink, for fewer than four prompts, and where
+    half of the prompts to which it does not belong. Takes three forward passes from the first sink's layer on, and one
+    for weights and values. Raises HelmscopeError if no head is a sink, for fewer than four prompts, and where
     ``next_token_loss`` does.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -111,7 +111,7 @@ def sinks_of(weights: xr.DataArray, least: float) -> list[Head]:
 def _other_means(recording: Recording, seed: int) -> Mapping[int, Float[Tensor, "batch heads s"]]:
     """For every layer and prompt, the mean of the sinks' values over the half of the prompts without it."""
     value = recording.replay(TokenValues())[TokenValues.name].value.isel(position=0)
-    parts = halves(len(recording.batch), seed=seed)
+    parts = random_halves(len(recording.batch), seed=seed)
     means = {}
     for layer, of_layer in zip(recording.layers, value.transpose("layer", "prompt", "head", "component"), strict=True):
         values = torch.from_numpy(of_layer.values)

@@ -17,17 +17,19 @@ threshold 0.3 is that of Gu et al., When Attention Sink Emerges in Language Mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement
-from helmscope.types.arguments import check_integer
+from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -50,6 +52,8 @@ CONSTANCY_NAMES = {
     "cosine": "mean cosine of V_sink - mean value, over pairs of prompts",
     "raw_cosine": "mean cosine of V_sink, over pairs of prompts",
     "explained_share": "share of |V_sink - mean value|^2 that one constant vector explains",
+    "write_cosine": "mean cosine of W_O (V_sink - mean value), over pairs of prompts",
+    "write_explained_share": "share of |W_O (V_sink - mean value)|^2 that one constant vector explains",
 }
 
 
@@ -122,7 +126,10 @@ def sink_constancy(system: System) -> xr.Dataset:
     share, makes it large without any sink; therefore ``cosine`` and ``explained_share`` are taken of
     u_p = V_sink,p - m, with m the mean value over all visible tokens of all prompts, from which a bias cancels.
     ``explained_share`` is the centered R^2 of one constant vector, 1 - sum_p |u_p - mean u|^2 / sum_p |u_p|^2, which is
-    about 1 / prompts for independent u_p. The dataset has no axis of prompts: all values are about their set.
+    about 1 / prompts for independent u_p. ``write_cosine`` and ``write_explained_share`` are the same for what the head
+    writes to the state from the sink, W_O u_p, which unlike values does not depend on the basis inside the head; models
+    whose output matrix cannot be read, and simulations, have neither. The dataset has no axis of prompts: all values
+    are about their set, and its replicates are the layers.
 
     Prompts that begin with the same token have the same V_sink under a causal mask, see the head of this module; the
     attribute ``distinct_first_tokens`` of a recording of token ids says how many differ. Query heads that share their
@@ -142,19 +149,41 @@ def sink_constancy(system: System) -> xr.Dataset:
     mean = measured.total.sum(replicate) / measured.visible.sum(replicate)
     raw = measured.value.isel(position=0)
     about = raw - mean
-    lengths = (about**2).sum("component").sum(replicate)
-    explained = prompts * (about.mean(replicate) ** 2).sum("component") / lengths.where(lengths > 0)
     values = {
         "cosine": _mean_cosine(about, replicate),
         "raw_cosine": _mean_cosine(raw, replicate),
-        "explained_share": explained,
+        "explained_share": _explained_share(about, replicate),
     }
+    written = _written(system, about) if isinstance(system, Recording) else None
+    if written is not None:
+        values["write_cosine"] = _mean_cosine(written, replicate)
+        values["write_explained_share"] = _explained_share(written, replicate)
     for name, each in values.items():
         each.attrs = {"long_name": CONSTANCY_NAMES[name]}
-    attributes = {"prompts": prompts}
+    attributes: dict[str, Any] = {"prompts": prompts}
     if isinstance(system, Recording) and system.batch.ids_name in system.batch.inputs:
         attributes["distinct_first_tokens"] = len({ids[0] for ids in system.batch.visible_ids})
     return as_measurement(xr.Dataset(values, attrs=attributes))
+
+
+def _explained_share(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
+    """1 - sum_p |u_p - mean u|^2 / sum_p |u_p|^2 = prompts |mean u|^2 / sum_p |u_p|^2."""
+    lengths = (vectors**2).sum("component").sum(replicate)
+    square = (vectors.mean(replicate) ** 2).sum("component")
+    return vectors.sizes[replicate] * square / lengths.where(lengths > 0)
+
+
+def _written(recording: Recording, vectors: xr.DataArray) -> xr.DataArray | None:
+    """Vectors with the inner products of W_O u, in s coordinates instead of d: R u for W_O = Q R. None where the output
+    matrix of a layer cannot be read.
+    """
+    layers = [recording.anatomy.layers[layer] for layer in recording.layers]
+    if any(output_unsupported(layer) is not None for layer in layers):
+        return None
+    triangles = np.stack([torch.linalg.qr(output_matrices(each).double().cpu()).R.numpy() for each in layers])
+    factors = xr.DataArray(triangles, dims=("layer", "head", "row", "component"))
+    written: xr.DataArray = xr.dot(factors, vectors, dim="component")
+    return written.rename(row="component")
 
 
 def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
@@ -164,6 +193,50 @@ def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
     count = vectors.sizes[replicate]
     square = (units.sum(replicate, skipna=False) ** 2).sum("component", skipna=False)
     return (square - count) / (count * (count - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class SinkDecomposition:
+    """What queries retrieve, split at the sink: Y = weight * sink + (1 - weight) * context.
+
+    >>> split = sink_decomposition(torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[4.0], [8.0]]))
+    >>> split.weight.tolist(), split.sink.tolist(), split.context.tolist()
+    ([0.5, 0.75], [4.0], [[8.0], [8.0]])
+    """
+
+    weight: Float[Tensor, "*batch n"]
+    sink: Float[Tensor, "*batch s"]
+    context: Float[Tensor, "*batch n s"]
+
+
+@full_precision
+def sink_decomposition(
+    kernel: Float[Tensor, "*batch n n"], values: Float[Tensor, "*batch n s"], *, sink: int = 0
+) -> SinkDecomposition:
+    """lambda = A_ts, V_s and V_ctx = sum_{j != s} A_tj V_j / (1 - lambda) of attention weights and values, with
+    sum_j A_tj V_j = lambda V_s + (1 - lambda) V_ctx; ``sink`` is the position s. [Additive transport], section 9.2.
+
+    V_ctx is undefined, NaN, at lambda = 1. The identity holds for any rows; where a row sums to less than 1, as with a
+    learned sink outside the tokens, V_ctx is shorter than a mean of values. Raises HelmscopeError for tensors that do
+    not fit and a position out of range.
+
+    >>> split = sink_decomposition(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[2.0], [6.0]]))
+    >>> split.weight.tolist(), split.context.flatten().tolist()
+    ([1.0, 0.5], [nan, 6.0])
+    """
+    count = check_kernel(kernel).shape[-1]
+    if not isinstance(values, torch.Tensor) or values.ndim < 2 or values.shape[:-1] != kernel.shape[:-1]:
+        shown = f"a tensor {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type_with_article(values)
+        raise HelmscopeError(f"values is {shown}, but it must be a tensor of shape {tuple(kernel.shape[:-1])} + (s,)")
+    place = check_integer("sink", sink, at_least=0)
+    if place >= count:
+        raise HelmscopeError(f"sink is {place}, but the kernel has positions 0 to {count - 1}")
+    weight, is_sink = kernel[..., place], torch.arange(count, device=kernel.device) == place
+    # without the sink's column, rather than the difference to the whole sum, which cancels where the sink is strong
+    others = torch.where(is_sink, 0.0, kernel) @ values
+    rest = (1 - weight).unsqueeze(-1)
+    context = torch.where(rest == 0, torch.nan, others / torch.where(rest == 0, 1.0, rest))
+    return SinkDecomposition(weight, values[..., place, :], context)
 
 
 class TokenValues(Instrument):

@@ -20,13 +20,13 @@ def spaced_tokens(
     weights: Float[Tensor, "rows n"],
     count: int | None,
     *,
-    first_token: bool = False,
+    include_first_token: bool = False,
     replicate: str = "prompt",
     start: int = 0,
 ) -> tuple[Int[Tensor, "rows k"], Bool[Tensor, "rows k"]]:
     """Positions of ``count`` tokens of each row, evenly spaced among those of positive weight without position 0, the
-    usual attention sink, unless ``first_token``, and which of them count: False where a row has fewer. None takes all
-    of them.
+    usual attention sink, unless ``include_first_token``, and which of them count: False where a row has fewer. None
+    takes all of them.
 
     With N candidates the k-th of c is number round(k (N - 1) / (c - 1)), so that the first and the last are taken.
     Raises HelmscopeError for a row without a candidate, which it names as ``replicate`` number ``start`` plus its own.
@@ -35,15 +35,15 @@ def spaced_tokens(
     (tensor([[1, 3]]), tensor([[True, True]]))
     """
     counted = weights > 0
-    counted[:, 0] &= first_token
+    counted[:, 0] &= include_first_token
     number = counted.sum(-1)
     if bool((number == 0).any()):
         row = int((number == 0).nonzero()[0])
         raise HelmscopeError(
-            f"{replicate} {start + row} has no token that counts{'' if first_token else ' besides the first'}, but "
-            "sampled tokens need one"
+            f"{replicate} {start + row} has no token that counts{'' if include_first_token else ' besides the first'}, "
+            "but sampled tokens need one"
         )
-    most = weights.shape[-1] - (not first_token)
+    most = weights.shape[-1] - (not include_first_token)
     wanted = most if count is None else min(count, most)
     taken = number.clamp(max=wanted)
     place = torch.arange(wanted, device=weights.device)

@@ -33,7 +33,7 @@ def token_decoding_accuracy(
     From every state on the unit sphere the mean of the cloud of its prompt is subtracted, and the result is
     scaled to length 1. The class mean of an id is the mean of these vectors over all reference tokens of this id at the
     same depth; the nearest one has the largest cosine. ``reference`` and ``test`` are recordings of the same model on
-    different prompts, such as ``subject.recording_of(subject.selection)`` and ``subject.recording_of(subject.test)``,
+    different prompts, such as ``subject.record(subject.selection)`` and ``subject.record(subject.test)``,
     or trajectories with their ids.
 
     Only ids that occur in both halves are classes, and only their tokens are tested: ``classes`` of the attributes is
@@ -64,9 +64,9 @@ def token_decoding_accuracy(
     rows = []
     for depth in range(depths):
         sums = torch.zeros(len(classes), dim, dtype=torch.float64, device=labels.device)
-        sums.index_add_(0, labels[in_reference], reference_half.centred(depth)[in_reference])
+        sums.index_add_(0, labels[in_reference], reference_half.centered(depth)[in_reference])
         means = torch.nn.functional.normalize(sums / sizes.unsqueeze(-1), dim=-1)
-        nearest = (test_half.centred(depth) @ means.T).argmax(-1)
+        nearest = (test_half.centered(depth) @ means.T).argmax(-1)
         rows.append(((nearest == true_labels) & is_tested).sum(-1).double() / tested)
     measurement = with_replicates({"accuracy": torch.stack(rows)}, test_half.path)
     chance = ((true_labels == sizes.argmax()) & is_tested).sum(-1).double() / tested
@@ -96,12 +96,12 @@ class _Half:
     def counted(self) -> Bool[Tensor, "batch n"]:
         return self.weights > 0
 
-    def centred(self, depth: int) -> Float[Tensor, "batch n d"]:
+    def centered(self, depth: int) -> Float[Tensor, "batch n d"]:
         """The states minus the mean of their cloud, scaled to length 1 (0 stays 0)."""
         x, m = self.path.states[depth].double(), self.weights.unsqueeze(-1)
         mean = (m * x).sum(1, keepdim=True) / m.sum(1, keepdim=True)
-        centred: Tensor = torch.nn.functional.normalize(x - mean, dim=-1)
-        return centred
+        centered: Tensor = torch.nn.functional.normalize(x - mean, dim=-1)
+        return centered
 
 
 def _common_ids(reference_half: _Half, test_half: _Half) -> Int[Tensor, " classes"]:

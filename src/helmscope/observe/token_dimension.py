@@ -17,7 +17,7 @@ import xarray as xr
 
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
 from helmscope.observe.dimension import MIN_POINTS, gride_of_ratios, two_nn_of_ratios
-from helmscope.observe.nearest import Nearest
+from helmscope.observe.nearest import NearestNeighbors
 from helmscope.observe.neighbor_entropy import distinct
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, with_bounds, with_replicates
@@ -45,7 +45,7 @@ def token_dimension(
     system: Trajectory | System,
     *,
     neighbors: Sequence[int] = NEIGHBORS,
-    first_token: bool = False,
+    include_first_token: bool = False,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Two-NN dimension (without bias) of the tokens of each prompt over (depth, prompt), and at larger scales their
@@ -54,9 +54,9 @@ def token_dimension(
     Every cloud has the same number of points, the attribute ``points``: the tokens that are copies of another one at
     some depth are left out at all depths (all but one), and of prompts with more tokens the last ones are left out.
     Unit vectors of a Recording are those of ``on_sphere``; tokens of weight 0, and the first token unless
-    ``first_token``, do not count. Estimates above about 15 depend on the number of points (``dimension_by_size``).
-    Raises HelmscopeError for a prompt with fewer than 8 different tokens, or 2k + 1, and for states that are not
-    finite.
+    ``include_first_token``, do not count. Estimates above about 15 depend on the number of points
+    (``dimension_by_size``). Raises HelmscopeError for a prompt with fewer than 8 different tokens, or 2k + 1, and for
+    states that are not finite.
 
     >>> from helmscope.models.record import record
     >>> recording = record("A", ["Once upon a time there was a little cat who liked to play in the sun."])
@@ -64,7 +64,7 @@ def token_dimension(
     ('depth', 'prompt', 'neighbor')
     """
     scales = [check_integer("neighbors", k, at_least=2) for k in neighbors]
-    path, report = _counted_path(system, first_token), check_progress(progress)
+    path, report = _counted_path(system, include_first_token), check_progress(progress)
     least = max([MIN_POINTS, *(2 * k + 1 for k in scales)])
     tokens = [_different_tokens(path, i, least) for i in range(path.states.shape[1])]
     points = min(map(len, tokens))
@@ -72,7 +72,9 @@ def token_dimension(
     found = torch.empty(1 + len(scales), depths, len(tokens), dtype=torch.float64, device="cpu")
     for i, chosen in enumerate(tokens):
         for k in range(depths):
-            distances = Nearest.of(path.states[k, i, chosen[:points]].double(), 2 * most).distances.cpu().numpy()
+            distances = (
+                NearestNeighbors.of(path.states[k, i, chosen[:points]].double(), 2 * most).distances.cpu().numpy()
+            )
             found[0, k, i] = two_nn_of_ratios(distances[:, 1] / distances[:, 0]).estimate
             for j, scale in enumerate(scales):
                 ratios = distances[:, 2 * scale - 1] / distances[:, scale - 1]
@@ -81,12 +83,12 @@ def token_dimension(
     parts = [with_replicates({"two_nn": found[0]}, path)]
     if scales:
         parts.append(with_replicates({"gride": found[1:].movedim(0, -1)}, path, {"neighbor": scales}))
-    return _described(xr.merge(parts, compat="override", join="override"), system, points, first_token)
+    return _described(xr.merge(parts, compat="override", join="override"), system, points, include_first_token)
 
 
 @shows_progress("dimension by position")
 def position_dimension(
-    system: Trajectory | System, *, first_token: bool = False, progress: ProgressOption = None
+    system: Trajectory | System, *, include_first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Two-NN dimension of the k-th tokens of all prompts, ``position_two_nn`` over (depth, prompt): one estimate from
     the ratios of the clouds of all positions k, M / sum log(r_2 / r_1) with M their number, as jackknife pseudo-values
@@ -101,7 +103,7 @@ def position_dimension(
     >>> position_dimension(Trajectory(torch.zeros(1), x)).attrs["positions"]  # the first one is left out
     2
     """
-    path, report = _counted_path(system, first_token), check_progress(progress)
+    path, report = _counted_path(system, include_first_token), check_progress(progress)
     prompts, depths = path.states.shape[1], len(path.states)
     clouds = [_different(path, (slice(None), k)) for k in range(path.states.shape[2])]
     chosen = {k: members for k, members in enumerate(clouds) if len(members) > MIN_POINTS}
@@ -123,13 +125,13 @@ def position_dimension(
         values[depth] = pseudo_values(count[0] / total[0], count[1:] / total[1:], n=prompts)
         report((depth + 1) / depths)
     mean = sum(map(len, chosen.values())) / len(chosen)
-    measured = _described(with_replicates({"position_two_nn": values}, path), system, mean, first_token)
+    measured = _described(with_replicates({"position_two_nn": values}, path), system, mean, include_first_token)
     return measured.assign_attrs(positions=len(chosen))
 
 
 def _sums_without_one(points: Float[Tensor, "n d"]) -> Float[Tensor, " one_and_n"]:
     """sum log(r_2 / r_1) over all points, and without each of them, with the neighbors among the others."""
-    nearest = Nearest.of(points, 3)
+    nearest = NearestNeighbors.of(points, 3)
     first, second, third = nearest.distances.log().unbind(-1)
     own = second - first
     changed = own.new_zeros(len(points))
@@ -138,9 +140,9 @@ def _sums_without_one(points: Float[Tensor, "n d"]) -> Float[Tensor, " one_and_n
     return torch.cat([own.sum()[None], own.sum() - own + changed])
 
 
-def _counted_path(system: Trajectory | System, first_token: bool) -> Trajectory:
+def _counted_path(system: Trajectory | System, include_first_token: bool) -> Trajectory:
     path = sphere_and_ids(system, None)[0]
-    return check_finite(path if first_token else without_first_token(path))
+    return check_finite(path if include_first_token else without_first_token(path))
 
 
 def _different_tokens(path: Trajectory, prompt: int, least: int) -> Tensor:
@@ -163,10 +165,10 @@ def _different(path: Trajectory, place: tuple[int | slice, int | slice]) -> Tens
     return members
 
 
-def _described(measured: xr.Dataset, system: object, points: float, first_token: bool) -> xr.Dataset:
+def _described(measured: xr.Dataset, system: object, points: float, include_first_token: bool) -> xr.Dataset:
     names = [str(name) for name in measured.data_vars]
     measured = with_bounds(measured, dict.fromkeys(names, AT_LEAST_0))
     for name in names:
         measured[name].attrs["long_name"] = NAMES[name]
-    attributes = {"points": points, "sphere": sphere_text(system), "first_token": int(first_token)}
+    attributes = {"points": points, "sphere": sphere_text(system), "include_first_token": int(include_first_token)}
     return with_halves(measured, system).assign_attrs(attributes)

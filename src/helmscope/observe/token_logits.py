@@ -14,8 +14,8 @@ import xarray as xr
 
 from helmscope.models.certify import bound, relative
 from helmscope.models.head import few_logits, has_linear_head
-from helmscope.models.place import PutState
 from helmscope.models.probe import vocabulary_size
+from helmscope.models.put_state import PutState
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.scoring import LOGITS_PER_FORWARD
@@ -102,7 +102,7 @@ def _runner_at_depth(recording: Recording, depth: int | None) -> Runner:
     """A runner whose head reads the state at a depth."""
     if depth is None:
         return recording.runner
-    put = PutState(recording.anatomy.depths.last, recording.stream(depth=depth), recording.anatomy)
+    put = PutState(recording.anatomy.depths.last, recording.residual_stream(depth=depth), recording.anatomy)
     return recording.runner.under(put)
 
 

@@ -26,6 +26,7 @@ from helmscope.types import (
     check_progress,
     check_replicates,
     identity_coordinates,
+    record_first,
     short_repr,
     type_with_article,
 )
@@ -107,6 +108,7 @@ def trajectory_of(system: object) -> Trajectory:
     if not isinstance(path, Trajectory):
         raise HelmscopeError(
             f"system is {type_with_article(system)}, but it must be a Trajectory or a System such as a Simulation"
+            f"{record_first(system)}"
         )
     return path
 
@@ -259,5 +261,7 @@ def check_system(system: object) -> System:
     """
     if isinstance(system, type) or not isinstance(system, System):
         shown = system.__name__ if isinstance(system, type) else type(system).__name__
-        raise HelmscopeError(f"system is {shown}, but it must be a System with a mechanism, such as a Simulation")
+        raise HelmscopeError(
+            f"system is {shown}, but it must be a System with a mechanism, such as a Simulation{record_first(system)}"
+        )
     return system

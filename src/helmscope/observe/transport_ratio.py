@@ -60,7 +60,7 @@ BOUNDS = {"ratio": SHARE, "euclidean_ratio": SHARE, "ratio_from_start": SHARE, "
 def transport_ratio(
     system: Trajectory | System,
     *,
-    first_token: bool = False,
+    include_first_token: bool = False,
     euclidean: bool = True,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -73,16 +73,16 @@ def transport_ratio(
     unless ``euclidean`` is False. All are NaN at the first depth and where nothing moves.
 
     A Recording is measured on the unit sphere (``on_sphere``). Tokens of weight 0 are left out; other weights are
-    masses. The first token, the usual attention sink, is left out unless ``first_token``. Raises
+    masses. The first token, the usual attention sink, is left out unless ``include_first_token``. Raises
     HelmscopeError for states that are not finite and for weights that change over time.
 
     >>> before = torch.tensor([[1.0, 0.0], [0.8, 0.6]]).double()
     >>> swapped = torch.stack([before, before.flip(0), before.flip(0)])[:, None]
-    >>> transport_ratio(Trajectory(torch.arange(3.0), swapped), first_token=True).ratio.values.ravel().tolist()
+    >>> transport_ratio(Trajectory(torch.arange(3.0), swapped), include_first_token=True).ratio.values.ravel().tolist()
     [nan, 0.0, nan]
     """
     path = sphere_and_ids(system, None)[0]
-    path = check_finite(path if first_token else without_first_token(path))
+    path = check_finite(path if include_first_token else without_first_token(path))
     steps, prompts = path.states.shape[:2]
     names = ["ratio", "ratio_from_start", "relative_step"]
     names += ["euclidean_ratio"] if euclidean and path.radius is not None else []
@@ -98,7 +98,9 @@ def transport_ratio(
     measurement = with_cumulative(measurement, path.axis, {"ratio_from_start"})
     for name in names:
         measurement[name].attrs["long_name"] = LABELS[name]
-    return with_halves(measurement, system).assign_attrs(sphere=sphere_text(system), first_token=int(first_token))
+    return with_halves(measurement, system).assign_attrs(
+        sphere=sphere_text(system), include_first_token=int(include_first_token)
+    )
 
 
 class _Cloud:

@@ -13,6 +13,7 @@ from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import DensityPath
 from helmscope.models.recording import Recording
 from helmscope.observe.diagram import PhaseDiagram
+from helmscope.observe.interventions import INTERVENTIONS
 from helmscope.observe.measure import measurement_names
 from helmscope.observe.probes import ProbeBank
 from helmscope.plots.bifurcation import bifurcation_figure
@@ -160,7 +161,7 @@ def _measurement(item: xr.Dataset, **options: Any) -> Figure:
     chosen = {"variables", "log"} & set(options)
     if {"free_energy", "free_energy_rate"} <= set(item) and not chosen:
         return _draw(free_energy_figure, item, options)
-    is_overview = {"beta", "delta", "radius"} <= set(item.attrs) and "inner_product_histogram" in item
+    is_overview = {"beta", "delta", "max_angle"} <= set(item.attrs) and "inner_product_histogram" in item
     if is_overview and not chosen:
         return _draw(overview_figure, item, options)
     return _draw(measurement_figure, item, options)
@@ -174,6 +175,6 @@ def _variable(item: xr.DataArray, **options: Any) -> Figure:
 
 @plot.register(Mapping)
 def _measurements(item: Mapping[str, xr.Dataset], **options: Any) -> Figure:
-    if item and set(item) <= set(measurement_names()) and not {"variables", "log"} & set(options):
+    if item and set(item) <= {*measurement_names(), *INTERVENTIONS} and not {"variables", "log"} & set(options):
         return _draw(measurements_figure, item, options)
     return _draw(measurement_figure, item, options)

@@ -12,9 +12,18 @@ from helmscope.plots.limits import DrawnCurve, cut_outlying
 from helmscope.plots.maps import draw_map
 from helmscope.plots.slopes import draw_slopes
 from helmscope.plots.style import COLORS, blank_figure, styled
-from helmscope.plots.variable_panel import as_floats, axis_name, curve_labels, plain, variables, whole_ticks
+from helmscope.plots.variable_panel import (
+    as_floats,
+    axis_name,
+    curve_labels,
+    draw_curve,
+    plain,
+    positions,
+    variables,
+    whole_ticks,
+)
 from helmscope.stats.reduce import band, reduced
-from helmscope.types import HelmscopeError, pluralized, replicate_axis, type_with_article
+from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -23,9 +32,11 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
 
 STATE_AXES = ("depth", "layer", "time")
+OTHER_AXES = ("sigma", "temperature", "change", "edit")  # of measurements under edits
 ACROSS, WIDTH, HEIGHT, HEADING = 4, 3.1, 2.4, 0.7  # panels in a row; inches
 MAX_PANELS, MAX_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
+EDIT_COLORS = (*COLORS, "#8a8f98", "#b03060")
 HALF_NAMES = {"mlp": "MLP"}
 # the variables that are drawn first, where a measurement has more than fit
 FIRST = {
@@ -36,13 +47,32 @@ FIRST = {
         "explained_share_second_moment",
         "explained_share_by_kind",
         "splitting_defect",
-        "explained_share_sampled_step",
+        "explained_share_second_moment_and_sigma",
     ),
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
     "free_energy_along_depth": ("free_energy", "free_energy_change", "entropy", "entropy_change", "nu"),
     "mlp_entropy_change": ("entropy_change",),
     "effective_beta": ("beta_without_self", "r_squared_without_self"),
+    "query_key_noise": ("ratio",),
+    "query_key_noise_by_layer": ("ratio", "kl"),
+    "query_key_change_damage": ("ratio",),
+    "query_key_metric": ("symmetric_share", "alignment"),
+    "attention_sinks": ("first_token_mass", "sink_value_norm_ratio"),
+    "sink_constancy": ("write_cosine", "write_explained_share"),
+    "sink_damage": ("kl",),
+    "layer_ablation_damage": ("kl", "repaired_share"),
+    "head_ablation_damage": ("kl", "effective_keys"),
+    "fourier_band_damage": ("kl",),
+    "attention_temperature_damage": ("kl", "entropy_change"),
+    "loss_gradient_cosine": ("cosine",),
+    "cloud_projection": ("growth_ratio", "idempotence_defect"),
+}
+# of a variable with too many axes, the entries that are drawn
+ENTRIES: dict[str, dict[str, Any]] = {
+    "layer_ablation_damage": {"part": "layer"},
+    "head_ablation_damage": {"form": "zero"},
+    "loss_gradient_cosine": {"scale": 0.0},
 }
 # what is drawn over a variable: its prediction, in a few words
 OVER = {
@@ -56,7 +86,8 @@ OVER = {
 
 
 def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") -> Figure:
-    """Figure of Measurements by name, as ``measure`` returns them: for each a few panels over depth, layer or time.
+    """Figure of Measurements by name, as ``measure`` returns them: for each a few panels over depth, layer or time, and
+    of edits over their size or kind.
 
     Each curve is the mean over replicates with its interval. Values over depth of a recording are marked by the half of
     a layer that they describe, attention and MLP; variables with heads are maps of layer and head. What is predicted is
@@ -74,8 +105,13 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     for name, each in measured.items():
         if not hasattr(each, "data_vars"):
             raise HelmscopeError(f"measured['{name}'] is {type_with_article(each)}, but it must be a Measurement")
-        data = reduced(each)
-        counts.add(f"{pluralized(int(data.attrs.get('n', 0)), str(data.attrs.get('replicate', replicate_name(each))))}")
+        # values of single heads, without a band
+        of_heads = keeps_replicates(each) and replicate_axis(each) == "layer" and "head" in each.dims
+        data = each if of_heads else reduced(each)
+        data = data.sel({axis: entry for axis, entry in ENTRIES.get(name, {}).items() if axis in data.dims})
+        if not of_heads:
+            count = int(data.attrs.get("n", 0))
+            counts.add(f"{pluralized(count, str(data.attrs.get('replicate', replicate_name(each))))}")
         panels += [(name, data, variable) for variable in _chosen(name, data)]
         panels += [(name, data, "")] if "remainder" in data and "scale" in data.remainder.dims else []
     if not panels:
@@ -93,7 +129,7 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
         for place in axes[len(panels) :]:
             place.set_axis_off()
         _draw_legend(figure, panels)
-        bands = f"mean over {' or '.join(sorted(counts))}; band: 95 % interval"
+        bands = f"mean over {' or '.join(sorted(counts))}; band: 95 % interval" if counts else "one value for each head"
         figure.suptitle(plain(f"{title}\n{bands}" if title else bands), fontsize=9)
     return figure
 
@@ -112,11 +148,14 @@ def replicate_name(measurement: xr.Dataset) -> str:
 
 
 def _chosen(name: str, data: xr.Dataset) -> list[str]:
-    """The variables to draw: those over depth, layer or time, and at most one further axis."""
+    """The variables to draw: those over depth, layer, time, or the size or kind of an edit, and at most one further
+    axis.
+    """
     possible = []
     for variable in variables(data):
         axes = [str(dim) for dim in data[variable].dims if data[variable].sizes[dim] > 1]
-        if any(dim in STATE_AXES for dim in axes) and len(axes) <= 2 and bool(data[variable].notnull().any()):
+        along = any(dim in (*STATE_AXES, *OTHER_AXES) for dim in axes)
+        if along and len(axes) <= 2 and bool(data[variable].notnull().any()):
             possible.append(variable)
     first = [variable for variable in FIRST.get(name, ()) if variable in possible]
     others = [variable for variable in possible if variable not in (*first, *OVER.get(name, ()))]
@@ -125,10 +164,15 @@ def _chosen(name: str, data: xr.Dataset) -> list[str]:
 
 def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: str) -> None:
     value = data[variable].squeeze([dim for dim in data[variable].dims if data[variable].sizes[dim] == 1], drop=True)
-    axis = next(str(dim) for dim in value.dims if dim in STATE_AXES)
+    axis = next(str(dim) for axes in (STATE_AXES, OTHER_AXES) for dim in axes if dim in value.dims)
     value = value.transpose(axis, ...)
     title = f"{name.replace('_', ' ')}: {value.attrs.get('long_name', variable.replace('_', ' '))}"
     shown = "\n".join(textwrap.wrap(title, LETTERS))
+    if axis in OTHER_AXES:
+        _draw_edits(panel, data, variable, value)
+        panel.set_xlabel(axis, fontsize=8)
+        panel.set_title(plain(shown), loc="left", fontsize=8)
+        return
     if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MAX_CURVES):
         draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown)
         panel.title.set_fontsize(8)
@@ -140,6 +184,31 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
     panel.set_title(plain(shown), loc="left", fontsize=8)
     panel.set_xlabel(plain(axis_name(value, axis)), fontsize=8)
     whole_ticks(panel.xaxis, value, axis)
+
+
+def _draw_edits(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray) -> None:
+    """Draws a variable over the size of an edit as curves, or over its kind as points with error bars."""
+    low, high = (each.squeeze(drop=True).transpose(*value.dims) for each in band(data, variable))
+    x, categories = positions(value)
+    numbers, bottom, top = (as_floats(each, variable) for each in (value, low, high))
+    labels = curve_labels(value)
+    spacing = 0.1 if categories is not None else 0.0
+    for k, label in enumerate(labels):
+        if np.isnan(numbers[:, k]).all():
+            continue
+        shifted, bars = x + spacing * (k - (len(labels) - 1) / 2), (numbers[:, k], bottom[:, k], top[:, k])
+        draw_curve(panel, shifted, bars, label, EDIT_COLORS[k % len(EDIT_COLORS)], categorical=categories is not None)
+    if categories is not None:
+        panel.set_xticks(x, categories)
+        panel.set_xlim(-0.5, len(categories) - 0.5)
+    elif len(x) > 1 and x.min() > 0 and x.max() >= 8 * x.min():
+        panel.set_xscale("log")
+    if value.attrs.get("averaged_as") == "log(x)":
+        panel.set_yscale("log")
+    if len(labels) > 1:
+        panel.legend(fontsize=5.5, ncols=2, loc="best")
+    if f"{variable}_null" in data:
+        panel.axhline(float(data[f"{variable}_null"].max()), color="#c3c7cd", linewidth=0.8, zorder=0)
 
 
 def _draw_over(panel: Axes, name: str, data: xr.Dataset, variable: str, axis: str) -> list[DrawnCurve]:
@@ -193,7 +262,8 @@ def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> N
     """The colors of the halves of a layer, if some panel marks them."""
     from matplotlib.lines import Line2D
 
-    marked = {str(half) for _, data, _ in panels if "half" in data.coords for half in np.unique(data["half"].values)}
+    halves = [data["half"] for _, data, _ in panels if "half" in data.coords and "depth" in data["half"].dims]
+    marked = {str(half) for each in halves for half in np.unique(each.values)}
     handles = [
         Line2D(
             [],

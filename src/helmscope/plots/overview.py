@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """Figure of an ``overview`` in four panels over time or depth: share of close pairs and order, clusters and rank,
-    energy, inner products.
+    """Figure of an ``overview`` in four panels over time or depth: share of close or aligned pairs and order, clusters
+    and rank, energy, inner products.
 
     Bands are 95 % intervals of the mean over systems (two systems are thin lines instead), or two standard errors for a
     Measurement that was reduced without intervals. Raises HelmscopeError unless ``measurement`` is a result of
@@ -35,7 +35,7 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
     if attributes is None or variables is None:
         raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be a result of overview()")
-    missing = {"delta", "radius", "beta"} - set(attributes)
+    missing = {"delta", "max_angle", "beta"} - set(attributes)
     if missing or "inner_product_histogram" not in variables:
         raise HelmscopeError(
             f"measurement lacks {sorted(missing) or 'inner_product_histogram'}, but it must be a result of overview()"
@@ -53,12 +53,13 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
 
 def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
+    kind = "aligned" if "aligned_pair_share" in measurement else "close"
     _curve(
         meeting,
         measurement,
         singles,
-        "close_pair_share",
-        f"close pairs, <x,y> >= {1 - measurement.attrs['delta']:.10g}",
+        f"{kind}_pair_share",
+        f"{kind} pairs, <x,y> >= {1 - measurement.attrs['delta']:.10g}",
         COLORS[0],
     )
     _curve(meeting, measurement, singles, "order_parameter", "order parameter |mean x|", COLORS[1])
@@ -68,7 +69,7 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
         measurement,
         singles,
         "cluster_count",
-        f"clusters at radius {measurement.attrs['radius']:g}",
+        f"clusters within an angle of {measurement.attrs['max_angle']:g}",
         COLORS[2],
     )
     _curve(clusters, measurement, singles, "effective_rank", "effective rank (entropy)", COLORS[4])

@@ -174,7 +174,7 @@ def _heaviest(plan: Plan, count: int) -> tuple[Floats, Floats, Floats, str]:
     x, y = (points.detach().cpu().double() for points in (plan.clouds.x, plan.clouds.y))
     if plan.entries is None and len(x) * len(y) > STORED_PAIRS:
         kept = torch.arange(len(x))[:: max(1, -(-len(x) // max(count, 1)))][:count]
-        images = plan.images.detach().cpu().double()[kept]
+        images = plan.barycentric_projection.detach().cpu().double()[kept]
         return x[kept].numpy(), images.numpy(), np.ones(len(kept)), "lines to the mean image of a point"
     if plan.entries is None:
         matrix = plan.matrix.detach().cpu().double()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
-    from helmscope.solve.extras import Extras
     from helmscope.solve.flow import Flow
+    from helmscope.solve.step_actions import StepActions
     from helmscope.solve.stepper import AdaptiveStepper
 
 DEFAULT_TOL = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -52,7 +52,7 @@ class _Running:
 
 
 def run_adaptive(
-    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: AdaptiveStepper, extras: Extras
+    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: AdaptiveStepper, actions: StepActions
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
     """The stored values at the requested times, and how the systems ended. Values are NaN after a system has ended
     early, unless it is at rest.
@@ -61,21 +61,21 @@ def run_adaptive(
     clock = torch.tensor([*times, math.inf], dtype=torch.float64, device=x.device)
     status = [Status.FINISHED] * len(x)
     ended = [times[-1]] * len(x)
-    flow, x, _ = extras.merge_tokens(flow, x)
-    kept = extras.stored_values(x)
+    flow, x, _ = actions.merge_tokens(flow, x)
+    kept = actions.stored_values(x)
     path = kept.new_full((len(times), *kept.shape), torch.nan)
     run = _start(flow, x, tol, stepper.order)
     if times[0] == 0:
         path[0] = kept
         run.target += 1
-    run.stopped = ~extras.end_times(run.systems).isnan()
+    run.stopped = ~actions.end_times(run.systems).isnan()
     attempts, next_check = 0, FIRST_REST_CHECK
     while True:
         reasons = _stop_reasons(run, attempts, stepper.max_steps, len(times))
         if attempts == next_check:
             next_check = next_check * 5 // 4
-            for row, state in _find_resting(run, times[-1], tol, extras):
-                reasons[row] = _hold(run, row, state, clock, path, extras)
+            for row, state in _find_resting(run, times[-1], tol, actions):
+                reasons[row] = _hold(run, row, state, clock, path, actions)
         stopping = [reason is not None for reason in reasons]
         for i, t, reason in zip(run.systems.tolist(), run.t.tolist(), reasons, strict=True):
             if reason is not None:
@@ -85,11 +85,11 @@ def run_adaptive(
         if not len(run.systems):
             return path, Outcome(tuple(status), tuple(ended))
         attempts += 1
-        landed = _step(run, clock, stepper, tol, extras)
+        landed = _step(run, clock, stepper, tol, actions)
         if bool(landed.any()):
-            _store_landed(run, landed, path, extras)
-        if extras.progress is not None:  # reading t synchronizes with the device
-            extras.report(float(run.t.min()) / times[-1])
+            _store_landed(run, landed, path, actions)
+        if actions.progress is not None:  # reading t synchronizes with the device
+            actions.report(float(run.t.min()) / times[-1])
 
 
 def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
@@ -123,29 +123,29 @@ def _stop_reasons(run: _Running, attempts: int, max_steps: int, targets: int) ->
     ]
 
 
-def _store_landed(run: _Running, landed: Tensor, path: Tensor, extras: Extras) -> None:
+def _store_landed(run: _Running, landed: Tensor, path: Tensor, actions: StepActions) -> None:
     """Store the states of the systems that have reached a requested time, and evaluate sampled events there."""
     systems, x = run.systems[landed], run.x[landed]
-    path[run.target[landed] - 1, systems] = extras.stored_values(x)
-    if extras.sampled:
-        extras.sample_events(systems, run.t[landed], x)
-        run.stopped[landed] |= ~extras.end_times(systems).isnan()
+    path[run.target[landed] - 1, systems] = actions.stored_values(x)
+    if actions.sampled:
+        actions.sample_events(systems, run.t[landed], x)
+        run.stopped[landed] |= ~actions.end_times(systems).isnan()
 
 
-def _hold(run: _Running, row: int, state: Tensor, clock: Tensor, path: Tensor, extras: Extras) -> Status:
+def _hold(run: _Running, row: int, state: Tensor, clock: Tensor, path: Tensor, actions: StepActions) -> Status:
     """Store a state at rest for all later requested times. Sampled events are evaluated at the first of them."""
     target, system = run.target[row : row + 1], run.systems[row : row + 1]
     first = int(target)
-    path[first:, system] = extras.stored_values(state[None])
-    extras.sample_events(system, clock[target], state[None])
-    if first + 1 == len(path) or bool(extras.end_times(system).isnan()):
+    path[first:, system] = actions.stored_values(state[None])
+    actions.sample_events(system, clock[target], state[None])
+    if first + 1 == len(path) or bool(actions.end_times(system).isnan()):
         return Status.AT_REST
     path[first + 1 :, system] = torch.nan
     run.t[row] = clock[first]
     return Status.STOPPED
 
 
-def _find_resting(run: _Running, last: float, tol: float, extras: Extras) -> Iterator[tuple[int, Tensor]]:
+def _find_resting(run: _Running, last: float, tol: float, actions: StepActions) -> Iterator[tuple[int, Tensor]]:
     """The rows of the systems that have stopped moving, and where they stay.
 
     Only systems are tested that hardly move, have many steps left, and to which all events have happened, except
@@ -156,7 +156,7 @@ def _find_resting(run: _Running, last: float, tol: float, extras: Extras) -> Ite
         return
     quiet = run.flow.relative_length(run.x, run.first).amax(-1) <= 4 * tol
     quiet &= (last - run.t) / run.h > MIN_STEPS_SAVED
-    for watch in extras.watches:
+    for watch in actions.watches:
         if not watch.sampled:
             quiet &= ~watch.times[run.systems].isnan().any(-1)
     for row in quiet.nonzero().flatten().tolist():
@@ -167,7 +167,7 @@ def _find_resting(run: _Running, last: float, tol: float, extras: Extras) -> Ite
             yield row, state[0]
 
 
-def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, extras: Extras) -> Tensor:
+def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, actions: StepActions) -> Tensor:
     """Attempt one step of every running system; returns a mask of those that reached their next requested time."""
     goal = clock[run.target]
     left = goal - run.t
@@ -181,15 +181,15 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     accepted: Tensor = error <= 1  # False for NaN
     log_error = torch.log(error.clamp(min=1e-10))
     factor = _step_factor(log_error, run.log_error, accepted, stepper.order)
-    _locate_events(run, h, accepted, trial.states, first, stepper, extras)
+    _locate_events(run, h, accepted, trial.states, first, stepper, actions)
 
     pick = accepted[:, None, None]
     run.x = torch.where(pick, trial.states, run.x)
     run.first = torch.where(pick, trial.last, first)
     run.first_h = h
     landed, end = accepted & lands, torch.where(accepted, run.t + h, run.t)
-    if extras.terminal:
-        ended = extras.end_times(run.systems)
+    if actions.terminal:
+        ended = actions.end_times(run.systems)
         run.stopped = ~ended.isnan()
         landed &= ~(ended < end)  # the path ends at the event
         end = torch.where(run.stopped, ended, end)
@@ -199,7 +199,7 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     run.h = torch.where(accepted & (h < run.h), torch.maximum(grown, run.h), grown)
     run.log_error = torch.where(accepted, log_error, run.log_error)
     run.target = run.target + landed
-    run.flow, run.x, changed = extras.merge_tokens(run.flow, run.x)
+    run.flow, run.x, changed = actions.merge_tokens(run.flow, run.x)
     if changed is not None:
         fresh = run.flow.displacement(run.x, run.first_h[:, None, None], run.t[:, None, None])
         run.first = torch.where(changed[:, None, None], fresh, run.first)
@@ -227,9 +227,9 @@ def _locate_events(
     end_states: Tensor,
     first: Tensor,
     stepper: AdaptiveStepper,
-    extras: Extras,
+    actions: StepActions,
 ) -> None:
-    if not extras.located or not bool(accepted.any()):
+    if not actions.located or not bool(accepted.any()):
         return
     index = accepted.nonzero().flatten()
 
@@ -239,4 +239,4 @@ def _locate_events(
         begin = run.t[at][:, None, None]
         return stepper.attempt(run.flow.select(at), run.x[at], duration[:, None, None], begin, first[at] * part).states
 
-    extras.locate_events(run.systems[index], run.t[index], h[index], end_states[index], inside)
+    actions.locate_events(run.systems[index], run.t[index], h[index], end_states[index], inside)

@@ -68,8 +68,8 @@ class HittingTime:
 
 @dataclass(frozen=True)
 class ClusterMerge:
-    """Event: clusters merge at scale ``radius`` (radians, single linkage); component k happens when at most k + 1 are
-    left.
+    """Event: clusters merge at scale ``max_angle`` (radians, single linkage); component k happens when at most k + 1
+    are left.
 
     So component 0 is the time of the last merge, and component n - 2 that of the first. With ``terminal`` a system ends
     at its last merge; with ``sampled`` merges are detected only at the requested times (see ``integrate``). Raises
@@ -82,22 +82,22 @@ class ClusterMerge:
     2.994898
     """
 
-    radius: float
+    max_angle: float
     _: KW_ONLY
     terminal: bool = False
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        check_real("radius", self.radius, above=0)
+        check_real("max_angle", self.max_angle, above=0)
         check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n_minus_1"]:
         """radius minus the lengths of the spanning tree's edges, longest first.
 
-        >>> ClusterMerge(radius=0.5).signal(torch.eye(2)[None])
+        >>> ClusterMerge(max_angle=0.5).signal(torch.eye(2)[None])
         tensor([[-1.0708]])
         """
-        return self.radius - spanning_tree(x).length.sort(dim=-1, descending=True).values
+        return self.max_angle - spanning_tree(x).length.sort(dim=-1, descending=True).values
 
 
 def check_options(event: Event) -> None:

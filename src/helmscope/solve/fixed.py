@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from helmscope.solve.extras import Extras
     from helmscope.solve.flow import Flow
+    from helmscope.solve.step_actions import StepActions
     from helmscope.solve.stepper import FixedStepper, NoisyStepper
 
 MAX_STEPS = 1e9
 
 
 def run_fixed(
-    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, extras: Extras
+    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, actions: StepActions
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
     """The stored values at the requested times, and how the systems ended. Each interval between requested times is
     divided into equal steps of at most h.
@@ -32,7 +32,7 @@ def run_fixed(
     def step(flow: Flow, x: Tensor, h: Tensor, t: Tensor, systems: Tensor) -> Tensor:
         return stepper.step(flow, x, h[:, None, None], t[:, None, None])
 
-    return run_steps(flow, x, times, stepper, extras, step, inside=stepper.divisible)
+    return run_steps(flow, x, times, stepper, actions, step, inside=stepper.divisible)
 
 
 def run_steps(
@@ -40,7 +40,7 @@ def run_steps(
     x: Float[Tensor, "batch n d"],
     times: list[float],
     stepper: FixedStepper | NoisyStepper,
-    extras: Extras,
+    actions: StepActions,
     step: Callable[[Flow, Tensor, Tensor, Tensor, Tensor], Tensor],
     *,
     inside: bool,
@@ -50,9 +50,9 @@ def run_steps(
     ``step(flow, x, h, t, systems)`` advances the given systems by one step; if ``inside`` is True it can also advance
     them by part of one, so that events are located within steps.
     """
-    flow, x, _ = extras.merge_tokens(flow, x)
-    run = _ActiveSystems(flow, x, torch.arange(len(x), device=x.device), extras)
-    path, now = _Path(extras.stored_values(x)), 0.0
+    flow, x, _ = actions.merge_tokens(flow, x)
+    run = _ActiveSystems(flow, x, torch.arange(len(x), device=x.device), actions)
+    path, now = _Path(actions.stored_values(x)), 0.0
     for target in times:
         count = steps_in(target - now, stepper)
         size = (target - now) / max(count, 1)
@@ -61,10 +61,10 @@ def run_steps(
             if not len(run.systems):
                 break
             run.step(now + k * size, size, step, inside=inside)
-            extras.report((now + (k + 1) * size) / times[-1])
+            actions.report((now + (k + 1) * size) / times[-1])
         now = target
         path.store(run, target)
-    return path.values(), path.outcome(times, extras)
+    return path.values(), path.outcome(times, actions)
 
 
 @dataclass(eq=False)
@@ -74,13 +74,13 @@ class _ActiveSystems:
     flow: Flow
     x: Float[Tensor, "active n d"]
     systems: Int[Tensor, " active"]
-    extras: Extras
+    actions: StepActions
 
     def drop_ended(self, before: Float[Tensor, " active"] | None = None) -> None:
         """Remove the systems that a terminal event has ended, or has ended ``before`` a time given for each."""
-        if not self.extras.terminal:
+        if not self.actions.terminal:
             return
-        ends = self.extras.end_times(self.systems)
+        ends = self.actions.end_times(self.systems)
         ended = ~ends.isnan() if before is None else ends < before
         if bool(ended.any()):
             self.flow, self.x, self.systems = self.flow.select(~ended), self.x[~ended], self.systems[~ended]
@@ -95,9 +95,9 @@ class _ActiveSystems:
             return step(flow.select(rows), before[rows], duration, t[rows], systems[rows])
 
         self.x = step(flow, before, h, t, systems)
-        self.extras.locate_events(systems, t, h, self.x, part if inside else None)
+        self.actions.locate_events(systems, t, h, self.x, part if inside else None)
         self.drop_ended(before=t + h)  # the path ends at the event
-        self.flow, self.x, _ = self.extras.merge_tokens(self.flow, self.x)
+        self.flow, self.x, _ = self.actions.merge_tokens(self.flow, self.x)
 
 
 class _Path:
@@ -122,20 +122,20 @@ class _Path:
         if not len(systems):
             self._kept.append(self._missing)
             return
-        kept = run.extras.stored_values(run.x)
+        kept = run.actions.stored_values(run.x)
         self._kept.append(kept if len(systems) == whole else self._missing.index_copy(0, systems, kept))
-        if run.extras.sampled:
-            run.extras.sample_events(systems, torch.full_like(systems, target, dtype=torch.float64), run.x)
+        if run.actions.sampled:
+            run.actions.sample_events(systems, torch.full_like(systems, target, dtype=torch.float64), run.x)
 
     def values(self) -> Tensor:
         """All stored values, (time, systems, ...)."""
         return torch.stack(self._kept)
 
-    def outcome(self, times: list[float], extras: Extras) -> Outcome:
+    def outcome(self, times: list[float], actions: StepActions) -> Outcome:
         """Not finite from the first requested time at which a state is not; stopped by an event; or finished."""
         lost, whole = torch.stack(self._lost), self._reached[-1].tolist()
         first, gone = lost.int().argmax(0).tolist(), lost.any(0).tolist()
-        ends = extras.end_times(torch.arange(len(whole), device=lost.device)).tolist()
+        ends = actions.end_times(torch.arange(len(whole), device=lost.device)).tolist()
         statuses, ended = [], []
         for k, end in enumerate(ends):
             statuses.append(Status.NOT_FINITE if gone[k] else Status.FINISHED if whole[k] else Status.STOPPED)

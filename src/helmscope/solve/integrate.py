@@ -66,7 +66,7 @@ def integrate(
     reason and a remedy. Under an adaptive stepper a system that has stopped moving is not integrated further, and its
     later states are equal: no token would move by more than the tolerance in the remaining time, and no perturbation
     would grow (``solve/rest.py``). Fixed steps are taken up to the last time in any case, unless a terminal event such
-    as ``ClusterMerge(radius, terminal=True)`` ends them.
+    as ``ClusterMerge(max_angle, terminal=True)`` ends them.
 
     ``merge`` replaces tokens within so many radians of each other by one weighted token, which removes the fast rates
     within clusters from stiff flows (see ``merge_tokens`` for when that is valid). ``weights`` and ``mask`` make the

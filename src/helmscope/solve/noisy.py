@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.solve.extras import Extras
     from helmscope.solve.flow import Flow
     from helmscope.solve.random_source import RandomSource
+    from helmscope.solve.step_actions import StepActions
     from helmscope.solve.stepper import NoisyStepper
 
 
@@ -29,7 +29,7 @@ def run_noisy(
     stepper: NoisyStepper,
     noise: Noise,
     streams: RandomSource,
-    extras: Extras,
+    actions: StepActions,
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
     """The stored values at the requested times, and how the systems ended. Each interval between requested times is
     divided into equal steps of at most h; every step uses the next n k normal numbers of a system (k if the noise is
@@ -45,7 +45,7 @@ def run_noisy(
         dw = (h.sqrt()[:, None, None] * streams.normal(draws, sources).to(h)).to(x.dtype).expand(-1, x.shape[-2], -1)
         return stepper.step(flow, noise, x, h[:, None, None], t[:, None, None], dw)
 
-    return run_steps(flow, x, times, stepper, extras, step, inside=False)
+    return run_steps(flow, x, times, stepper, actions, step, inside=False)
 
 
 def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:

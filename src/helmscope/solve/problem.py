@@ -19,12 +19,12 @@ from helmscope.kernels.choose import choose, using_summation
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, EventTracker
-from helmscope.solve.extras import Extras
 from helmscope.solve.fixed import run_fixed
 from helmscope.solve.flow import Flow
 from helmscope.solve.noisy import run_noisy
 from helmscope.solve.random_source import RandomSource
 from helmscope.solve.simulation import Simulation
+from helmscope.solve.step_actions import StepActions
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
@@ -152,20 +152,20 @@ class Problem:
         watches = tuple(
             EventTracker.start(event, start, self.mask, flow.direction, requested=requested) for event in self.events
         )
-        extras = Extras(watches, self.merge, progress, read)
+        actions = StepActions(watches, self.merge, progress, read)
         with using_summation(self.summation), fitting_threads(self.field, self.start):
             if isinstance(self.stepper, AdaptiveStepper):
-                kept, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
+                kept, outcome = run_adaptive(flow, self.start, clock, self.stepper, actions)
             elif isinstance(self.stepper, NoisyStepper):
                 assert self.noise is not None
                 streams = RandomSource(self.seed, self.systems)
-                kept, outcome = run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, extras)
+                kept, outcome = run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, actions)
             else:
-                kept, outcome = run_fixed(flow, self.start, clock, self.stepper, extras)
+                kept, outcome = run_fixed(flow, self.start, clock, self.stepper, actions)
         outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
         if outcome.failed:
             logger.warning("integration stopped early: %s", outcome)
-        extras.report(1.0)
+        actions.report(1.0)
         return kept, outcome, watches
 
     def part(self, first: int, last: int) -> Problem:
@@ -244,7 +244,7 @@ def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "
     >>> check_start(as_field(torch.zeros_like), torch.tensor([[3.0, 4.0]]), normalize=True)
     tensor([[0.6000, 0.8000]])
     """
-    x = check_states(field, x0, "x0", normalize=normalize)
+    x = check_states(field, x0, "x0", normalize=normalize, remedy=", or pass normalize=True")
     if field.space is not StateSpace.SPHERE and normalize:
         x = retract(x)
     return on_the_sphere(x) if field.space is StateSpace.SPHERE or normalize else x

@@ -138,7 +138,7 @@ def _reads_unit_vectors(simulation: Simulation) -> bool:
     field = simulation.field
     if isinstance(field, Block) and isinstance(field.placement, PreNorm):
         return True
-    length = torch.linalg.vector_norm(simulation.stream(depth=0).detach(), dim=-1)
+    length = torch.linalg.vector_norm(simulation.residual_stream(depth=0).detach(), dim=-1)
     return not bool(((length - 1).abs() > 0.1).any())
 
 
@@ -175,13 +175,13 @@ def select_systems(simulation: Simulation, rows: slice) -> Simulation:
         identities=None,
         outcome=None,
     )
-    residual_stream = None if simulation.residual_stream is None else simulation.residual_stream[:, rows]
+    raw_states = None if simulation.raw_states is None else simulation.raw_states[:, rows]
     return replace(
         simulation,
         trajectory=selected,
         problem=simulation.problem.part(rows.start, rows.stop),
         event_times=(),
-        residual_stream=residual_stream,
+        raw_states=raw_states,
     )
 
 
@@ -202,7 +202,7 @@ class _LayerView:
 
     @property
     def state(self) -> Tensor:
-        return self.simulation.stream(depth=self.layer).detach()
+        return self.simulation.residual_stream(depth=self.layer).detach()
 
     def show_to(self, instruments: Sequence[Instrument]) -> None:
         """Pass both halves, as far as they exist, to the instruments that need them."""

@@ -28,7 +28,7 @@ class Simulation(Plottable):
     """The result of an integration: the trajectory, how it ended, and the mechanism, so that it can be resumed.
 
     ``states`` has shape (time, *batch, n, d). ``event_times`` holds, for each event, the first time it happened to each
-    system (NaN: never). ``residual_stream`` is the residual stream itself, if the field has one; the trajectory holds
+    system (NaN: never). ``raw_states`` is the residual stream itself, if the field has one; the trajectory holds
     its direction and radius under the norm before attention.
 
     >>> import torch
@@ -46,7 +46,7 @@ class Simulation(Plottable):
     trajectory: Trajectory
     problem: Problem
     event_times: tuple[Tensor, ...] = ()
-    residual_stream: Float[Tensor, "time batch n d"] | None = None
+    raw_states: Float[Tensor, "time batch n d"] | None = None
 
     @property
     def _where(self) -> str:
@@ -218,19 +218,21 @@ class Simulation(Plottable):
                  [0.5000, 0.5000]]])
         """
         index = self.problem.time_index(layer, "layer")
-        return self.field.kernel(self.stream(depth=index), t=float(self.times[index]), weights=self.problem.weights)
+        return self.field.kernel(
+            self.residual_stream(depth=index), t=float(self.times[index]), weights=self.problem.weights
+        )
 
-    def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
+    def residual_stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
         """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors.
 
         >>> import torch
         >>> import helmscope as hs
         >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
-        >>> run.stream(depth=0)
+        >>> run.residual_stream(depth=0)
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
-        states = self.trajectory.states if self.residual_stream is None else self.residual_stream
+        states = self.trajectory.states if self.raw_states is None else self.raw_states
         return states[self.problem.time_index(depth, "depth")]
 
     def force(self, *, layer: int) -> Field | None:
@@ -266,7 +268,7 @@ class Simulation(Plottable):
         tensor([[1., 0.],
                 [1., 0.]])
         """
-        return self.problem.continued(depth, states, self.stream(depth=depth), generator).run()
+        return self.problem.continued(depth, states, self.residual_stream(depth=depth), generator).run()
 
     def unsupported_reason(self, instrument: Instrument) -> str | None:
         """Why the instrument cannot be used on this simulation, in one sentence; None if it can.
@@ -274,8 +276,8 @@ class Simulation(Plottable):
         >>> import torch
         >>> import helmscope as hs
         >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
-        >>> run.unsupported_reason(hs.observe.DriftAndSwirl())
-        'system has no MLP: force(layer=0) is None, but drift_and_swirl needs one: that of a Block, or an MLP itself'
+        >>> run.unsupported_reason(hs.observe.MlpForce())
+        'system has no MLP: force(layer=0) is None, but mlp_force needs one: that of a Block, or an MLP itself'
         """
         return unsupported_reason(self, instrument)
 

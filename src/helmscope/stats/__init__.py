@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from helmscope.stats.power import detection_power as detection_power
     from helmscope.stats.power import minimum_detectable_effect as minimum_detectable_effect
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
-    from helmscope.stats.replicates import halves as halves
+    from helmscope.stats.replicates import random_halves as random_halves
     from helmscope.stats.scales import BoundedScale as BoundedScale
     from helmscope.stats.scales import FisherZScale as FisherZScale
     from helmscope.stats.scales import LinearScale as LinearScale

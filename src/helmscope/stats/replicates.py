@@ -100,11 +100,11 @@ def first_value(x: Numbers) -> Numbers:
     return first
 
 
-def halves(n: int, *, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def random_halves(n: int, *, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Two random disjoint halves of range(n), each sorted: one to choose a hypothesis on, one to test it on, which is
     the larger if n is odd. Raises ``HelmscopeError`` if n < 4, because a test needs two replicates.
 
-    >>> sorted(np.concatenate(halves(6)).tolist())
+    >>> sorted(np.concatenate(random_halves(6)).tolist())
     [0, 1, 2, 3, 4, 5]
     """
     n = check_integer("n", n, at_least=4)

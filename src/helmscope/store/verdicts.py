@@ -136,7 +136,7 @@ _JUDGED: dict[str, Reader] = {
 _CONTROL: dict[str, Reader] = {**_JUDGED, "expected": _read_each(_read_ruling, "rulings")}
 _PRINTED: dict[str, Reader] = {
     **dict.fromkeys(("text", "place", "reason"), text),
-    "on_paper": _read_enum(Judgment),
+    "by_theory": _read_enum(Judgment),
     "measured": _read_optional(_read_enum(Judgment)),
     "interval": _read_interval,
     "region": _read_optional(_read_region),

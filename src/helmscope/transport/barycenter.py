@@ -73,7 +73,7 @@ class Barycenter(Plottable):
         ending = "converged in" if self.ok else "iteration limit reached after"
         text = f"{ending} {pluralized(self.iterations, 'iteration')}: {self.what} {self.error:.2g}"
         if not self.ok:
-            remedies = [] if self.what == PLAN_ERROR else ["raise max_iterations or tolerance"]
+            remedies = [] if self.what == PLAN_ERROR else ["raise max_iterations or tol"]
             if self.remedy_epsilon:
                 remedies.append(f"take epsilon >= {self.remedy_epsilon:.2g}")
             elif self.what == PLAN_ERROR:
@@ -91,31 +91,31 @@ def check_members(
     points: object,
     clouds: object,
     weights: object,
-    mixture: object,
+    barycentric_weights: object,
     cost: Cost,
     point_weights: object = None,
 ) -> tuple[list[Clouds], list[float]]:
     """The pairs (points, cloud), checked, and the coefficients lambda_l, which are scaled to the sum 1.
 
     >>> from helmscope.transport.cost import Euclidean
-    >>> pairs, mixture = check_members(torch.zeros(1, 1), [torch.ones(2, 1)] * 2, None, [1, 3], Euclidean())
-    >>> pairs[0].b, mixture
+    >>> pairs, barycentric_weights = check_members(torch.zeros(1, 1), [torch.ones(2, 1)] * 2, None, [1, 3], Euclidean())
+    >>> pairs[0].b, barycentric_weights
     (tensor([0.5000, 0.5000]), [0.25, 0.75])
     """
     if not isinstance(clouds, Sequence) or not clouds:
         found = "empty" if isinstance(clouds, Sequence) else type_with_article(clouds)
         raise HelmscopeError(f"clouds is {found}, but it must be a list of at least one cloud")
     each_weights = [None] * len(clouds) if weights is None else weights
-    shares = [1.0] * len(clouds) if mixture is None else mixture
-    for name, given in (("weights", each_weights), ("mixture", shares)):
+    shares = [1.0] * len(clouds) if barycentric_weights is None else barycentric_weights
+    for name, given in (("weights", each_weights), ("barycentric_weights", shares)):
         if not isinstance(given, Sequence) or len(given) != len(clouds):
             found = f"has length {len(given)}" if isinstance(given, Sequence) else f"is {type_with_article(given)}"
             raise HelmscopeError(
                 f"{name} {found}, but it must be a list with one entry for each of the {len(clouds)} clouds"
             )
-    numbers = [check_real(f"mixture[{k}]", share, at_least=0) for k, share in enumerate(list(shares))]  # type: ignore[call-overload]
+    numbers = [check_real(f"barycentric_weights[{k}]", share, at_least=0) for k, share in enumerate(list(shares))]  # type: ignore[call-overload]
     if sum(numbers) <= 0:
-        raise HelmscopeError(f"mixture is {numbers}, but its sum must be > 0")
+        raise HelmscopeError(f"barycentric_weights is {numbers}, but its sum must be > 0")
     pairs = [
         # totals may differ, because each cloud is a probability measure
         _normalized(
@@ -147,11 +147,11 @@ def free_support_barycenter(
     clouds: Sequence[Float[Tensor, "n d"]],
     weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
-    mixture: Sequence[float] | None = None,
+    barycentric_weights: Sequence[float] | None = None,
     point_weights: Float[Tensor, " k"] | None = None,
     epsilon: float | None = None,
     cost: Cost = GEODESIC,
-    tolerance: float = 1e-6,
+    tol: float = 1e-6,
     max_iterations: int = 100,
     progress: ProgressOption = None,
 ) -> Barycenter:
@@ -162,9 +162,9 @@ def free_support_barycenter(
     which the sum of costs is least at these plans: the value never increases with exact plans. It ends at a fixed
     point, which need not be the global minimum: start from several ``points``, such as a sample of one cloud. For
     ``Geodesic()``, the default, the mean is the Karcher mean; for ``Chordal()`` it is normalized, and points of R^d
-    need ``Euclidean()``. ``mixture`` are the lambda_l,
+    need ``Euclidean()``. ``barycentric_weights`` are the lambda_l,
     default equal. Plans are exact (through POT) or, with ``epsilon``, entropic, which pulls the points together.
-    Iterations stop when no point moves by more than ``tolerance``.
+    Iterations stop when no point moves by more than ``tol``.
 
     Where a point and its target are antipodal the direction is that of ``geometry.sphere.log``, and ``antipodal``
     counts them. A chordal mean 0 leaves its point where it is.
@@ -177,17 +177,17 @@ def free_support_barycenter(
     """
     distance = check_cost(cost)
     rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, 2, None, None, 1000)
-    check_real("tolerance", tolerance, above=0)
+    check_real("tol", tol, above=0)
     check_integer("max_iterations", max_iterations, at_least=1)
-    pairs, shares = check_members(points, clouds, weights, mixture, distance, point_weights)
+    pairs, shares = check_members(points, clouds, weights, barycentric_weights, distance, point_weights)
     solver = _Solver(rules, exact=epsilon is None)
-    found = _move(pairs, shares, solver, tolerance, max_iterations, progress)  # type: ignore[arg-type]
+    found = _move(pairs, shares, solver, tol, max_iterations, progress)  # type: ignore[arg-type]
     if found.ok or epsilon is None:
         return found
 
     def converges(value: float) -> bool:
         larger = _Solver(replace(rules, epsilon=value), exact=False)
-        return _move(pairs, shares, larger, tolerance, max_iterations).ok
+        return _move(pairs, shares, larger, tol, max_iterations).ok
 
     return replace(found, remedy_epsilon=remedy_epsilon(pairs, rules, converges))
 
@@ -204,7 +204,7 @@ def _move(
     pairs: list[Clouds],
     shares: list[float],
     solver: _Solver,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     progress: Progress | None = None,
 ) -> Barycenter:
@@ -220,12 +220,12 @@ def _move(
         x = moved
         if progress:
             progress(done / max_iterations)
-        if movement <= tolerance:
+        if movement <= tol:
             break
     pairs = [Clouds(x, pair.y, pair.a, pair.b) for pair in pairs]
     solver.plans(pairs)
     value = (x.new_tensor(shares) * torch.stack(solver.costs)).sum()
-    still = movement <= tolerance
+    still = movement <= tol
     what, error = (PLAN_ERROR, solver.error) if still and not solver.ok else ("movement", movement)
     clouds = tuple(pair.y for pair in pairs)
     return Barycenter(x, pairs[0].a, value, still and solver.ok, done, error, what, antipodal, clouds)

@@ -46,11 +46,11 @@ def fixed_support_barycenter(
     clouds: Sequence[Float[Tensor, "n d"]],
     weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
-    mixture: Sequence[float] | None = None,
+    barycentric_weights: Sequence[float] | None = None,
     epsilon: float | None = None,
     cost: Cost = GEODESIC,
     p: float = 2.0,
-    tolerance: float = 1e-6,
+    tol: float = 1e-6,
     max_iterations: int = 1000,
     progress: ProgressOption = None,
 ) -> Barycenter:
@@ -60,8 +60,9 @@ def fixed_support_barycenter(
 
     Without ``epsilon`` the weights are exact, by a linear program (HiGHS) for at most 2^19 pairs of points. With
     ``epsilon`` they minimize the cost with entropy (see the module), which blurs them; memory is then O(k + n). It
-    stops when the marginals of the plans differ by at most ``tolerance`` (sum of absolute values, mean over clouds).
-    ``mixture`` are the coefficients lambda_l of the clouds, default equal. ``value`` is sum_l lambda_l <pi_l, c_l>.
+    stops when the marginals of the plans differ by at most ``tol`` (sum of absolute values, mean over clouds).
+    ``barycentric_weights`` are the coefficients lambda_l of the clouds, default equal. ``value`` is sum_l lambda_l
+    <pi_l, c_l>.
 
     >>> from helmscope.transport.cost import Euclidean
     >>> grid = torch.arange(5.0)[:, None]
@@ -69,22 +70,20 @@ def fixed_support_barycenter(
     tensor([0., 0., 1., 0., 0.])
     """
     distance = check_cost(cost)
-    rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, p, None, tolerance, max_iterations)
-    pairs, shares = check_members(points, clouds, weights, mixture, distance)
-    check_real("tolerance", tolerance, above=0)
+    rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, p, None, tol, max_iterations)
+    pairs, shares = check_members(points, clouds, weights, barycentric_weights, distance)
+    check_real("tol", tol, above=0)
     if epsilon is None:
         return _linear_program(pairs, shares, rules)
-    found = _project(pairs, shares, rules, tolerance, progress)  # type: ignore[arg-type]
+    found = _project(pairs, shares, rules, tol, progress)  # type: ignore[arg-type]
     if found.ok:
         return found
-    remedy = remedy_epsilon(
-        pairs, rules, lambda value: _project(pairs, shares, replace(rules, epsilon=value), tolerance).ok
-    )
+    remedy = remedy_epsilon(pairs, rules, lambda value: _project(pairs, shares, replace(rules, epsilon=value), tol).ok)
     return replace(found, remedy_epsilon=remedy)
 
 
 def _project(
-    pairs: list[Clouds], shares: list[float], rules: Rules, tolerance: float, progress: Progress | None = None
+    pairs: list[Clouds], shares: list[float], rules: Rules, tol: float, progress: Progress | None = None
 ) -> Barycenter:
     """Scale the plans in turn to the marginals b_l and to their geometric mean."""
     epsilon = rules.epsilon
@@ -104,7 +103,7 @@ def _project(
         weights = torch.softmax(log_w, -1)  # of sum 1 also before convergence
         gaps = [(torch.exp(f_l / epsilon + s) - weights).abs().sum() for f_l, s in zip(f, sums, strict=True)]
         error = float(sum(share * float(gap) for share, gap in zip(shares, gaps, strict=True)))
-        if error <= tolerance or not math.isfinite(error):
+        if error <= tol or not math.isfinite(error):
             break
         f = [epsilon * (log_w - s) for s in sums]
         if progress:
@@ -114,7 +113,7 @@ def _project(
         log_sums, means = c.mean_cost(log_b_l + g_l / epsilon, epsilon=epsilon)
         value = value + share * (torch.exp(f_l / epsilon + log_sums) * means).sum()
     clouds = tuple(pair.y for pair in pairs)
-    return Barycenter(pairs[0].x, weights, value, error <= tolerance, done, error, "marginal error", clouds=clouds)
+    return Barycenter(pairs[0].x, weights, value, error <= tol, done, error, "marginal error", clouds=clouds)
 
 
 def _linear_program(pairs: list[Clouds], shares: list[float], rules: Rules) -> Barycenter:

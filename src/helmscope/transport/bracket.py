@@ -59,7 +59,7 @@ class Bracket:
             return np.where((self.width > 1) & (self.high_slope > 0), np.inf, 0.0)
         return np.minimum(-self.low_slope, self.high_slope) * self.width
 
-    def shrink(self, tolerance: Rows) -> None:
+    def shrink(self, tol: Rows) -> None:
         """Narrow every bracket until its error is at most the tolerance, or its ends are adjacent.
 
         Secants are fast where the function is smooth on the scale of the bracket. If one moves the same end as the step
@@ -70,7 +70,7 @@ class Bracket:
         moved_low, moved_high = (np.zeros(len(self.low), dtype=bool) for _ in range(2))
         slow = np.zeros(len(self.low), dtype=np.int64)
         step = self.step
-        while (active := (self.error > tolerance) & (self.width > step)).any():
+        while (active := (self.error > tol) & (self.width > step)).any():
             width = self.width
             share = np.where(slow > 2, 0.5, -low_weight / (high_weight - low_weight))
             middle = self.low + np.round(share * width / step) * step

@@ -40,12 +40,12 @@ class BrenierPotential:
 
     >>> x = torch.tensor([[0.0], [1.0], [3.0]]).double()
     >>> potential = brenier_potential(x, 2 * x)  # of phi = x^2
-    >>> potential.lowest.tolist(), potential.highest.tolist()
+    >>> potential.lower.tolist(), potential.upper.tolist()
     ([0.0, 0.0, 4.0], [0.0, 2.0, 14.0])
     """
 
-    lowest: Float[Tensor, "*batch n"]
-    highest: Float[Tensor, "*batch n"]
+    lower: Float[Tensor, "*batch n"]
+    upper: Float[Tensor, "*batch n"]
     excess_cost: Float[Tensor, "*batch"]
 
     @property
@@ -56,7 +56,7 @@ class BrenierPotential:
         >>> brenier_potential(x, 2 * x).middle.tolist()
         [0.0, 1.0, 9.0]
         """
-        return (self.lowest + self.highest) / 2
+        return (self.lower + self.upper) / 2
 
     @property
     def indeterminacy(self) -> Float[Tensor, "*batch"]:
@@ -66,7 +66,7 @@ class BrenierPotential:
         >>> round(float(brenier_potential(x, x).indeterminacy), 3)  # of phi = x^2 / 2
         0.04
         """
-        width = (self.highest - self.lowest).mean(-1)
+        width = (self.upper - self.lower).mean(-1)
         return width / (self.middle.amax(-1) - self.middle.amin(-1))
 
 
@@ -79,7 +79,7 @@ def brenier_potential(x: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n
     different shapes, fewer than two points, and coordinates that are not finite.
 
     >>> swapped = brenier_potential(torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [0.0]]))
-    >>> swapped.excess_cost.item(), swapped.lowest.tolist()
+    >>> swapped.excess_cost.item(), swapped.lower.tolist()
     (1.0, [nan, nan])
     """
     if x.shape != y.shape or x.ndim < 2 or x.shape[-2] < 2:
@@ -98,9 +98,9 @@ def brenier_potential(x: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n
     longest = products - own.unsqueeze(-1)
     for k in range(x.shape[-2]):
         longest = torch.maximum(longest, longest[..., :, k : k + 1] + longest[..., k : k + 1, :])
-    lowest, highest = longest[..., 0, :], 0.0 - longest[..., :, 0]
-    lowest, highest = (torch.where(suboptimal[..., None], torch.nan, each) for each in (lowest, highest))
-    return BrenierPotential(lowest, highest, torch.where(suboptimal, saved, 0.0))
+    lower, upper = longest[..., 0, :], 0.0 - longest[..., :, 0]
+    lower, upper = (torch.where(suboptimal[..., None], torch.nan, each) for each in (lower, upper))
+    return BrenierPotential(lower, upper, torch.where(suboptimal, saved, 0.0))
 
 
 def _largest_sum(products: Float[Tensor, "n n"]) -> Float[Tensor, ""]:

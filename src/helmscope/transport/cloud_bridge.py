@@ -69,7 +69,7 @@ class CloudBridge(Bridge):
     marginal_error: float
     ok: bool
     max_iterations: int
-    tolerance: float
+    tol: float
 
     def __repr__(self) -> str:
         sizes = f"{len(self.clouds.x)} to {len(self.clouds.y)} points"
@@ -113,7 +113,7 @@ class CloudBridge(Bridge):
         )
 
     def _fit(self, horizon: float) -> Scaling:
-        return _fit(self.clouds, self.reference_process, horizon, self.tolerance, self.max_iterations, None)
+        return _fit(self.clouds, self.reference_process, horizon, self.tol, self.max_iterations, None)
 
     def log_potential(self, x: Float[Tensor, "*batch n d"], t: Time) -> Float[Tensor, "*batch n"]:
         """log phi_t(x), t < horizon."""
@@ -234,7 +234,7 @@ def bridge_clouds(
     nu: float,
     horizon: float = 1.0,
     space: StateSpace = StateSpace.SPHERE,
-    tolerance: float = 1e-9,
+    tol: float = 1e-9,
     max_iterations: int = 10_000,
     progress: ProgressOption = None,
 ) -> CloudBridge:
@@ -242,7 +242,7 @@ def bridge_clouds(
     generator ``nu`` Lap: dX = sqrt(2 nu) dW in R^d (``space=StateSpace.FLAT``), or on the sphere S^(d-1), d >= 2.
 
     Weights are as in ``check_clouds``; no gradients are propagated to the clouds. The solver scales an n x m matrix in
-    float64 until the marginal error is at most ``tolerance``. It needs more iterations the smaller nu horizon is next
+    float64 until the marginal error is at most ``tol``. It needs more iterations the smaller nu horizon is next
     to the squared distances; if ``max_iterations`` do not suffice, the result is not ``ok`` and its ``outcome`` names a
     value of nu * horizon that does. Antipodal points are allowed: the heat kernel is positive and smooth there. Raises
     ``HelmscopeError`` for points that are not in the space, bad weights, nu <= 0, horizon <= 0, and clouds whose matrix
@@ -258,20 +258,14 @@ def bridge_clouds(
     clouds = check_ends(x, y, x_weights, y_weights, space)
     check_memory(f"x has {len(clouds.x)} and y {len(clouds.y)} points", 6 * len(clouds.x) * len(clouds.y))
     process = SphereBrownian(nu) if space is StateSpace.SPHERE else FlatBrownian(nu)
-    tolerance = check_real("tolerance", tolerance, above=0)
+    tol = check_real("tol", tol, above=0)
     most = check_integer("max_iterations", max_iterations, at_least=1)
-    fit = _fit(clouds, process, horizon, tolerance, most, progress or None)
+    fit = _fit(clouds, process, horizon, tol, most, progress or None)
     if not fit.converged:
         logger.warning("the marginal error of a bridge is %.2g after %d iterations", fit.error, fit.iterations)
-    return CloudBridge(
-        clouds, process, horizon, (fit.f, fit.g), fit.iterations, fit.error, fit.converged, most, tolerance
-    )
+    return CloudBridge(clouds, process, horizon, (fit.f, fit.g), fit.iterations, fit.error, fit.converged, most, tol)
 
 
-def _fit(
-    clouds: Clouds, process: Brownian, horizon: float, tolerance: float, most: int, progress: ProgressOption
-) -> Scaling:
+def _fit(clouds: Clouds, process: Brownian, horizon: float, tol: float, most: int, progress: ProgressOption) -> Scaling:
     log_kernel = process.log_density(clouds.x, clouds.y, horizon)
-    return scale_to_marginals(
-        log_kernel, clouds.a, clouds.b, tolerance=tolerance, max_iterations=most, progress=progress or None
-    )
+    return scale_to_marginals(log_kernel, clouds.a, clouds.b, tol=tol, max_iterations=most, progress=progress or None)

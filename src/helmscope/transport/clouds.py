@@ -114,9 +114,9 @@ def _masses(points: Tensor, weights: object, name: str) -> Tensor:
     return masses.expand(points.shape[:-1])
 
 
-def _check_equal_totals(total_a: Tensor, total_b: Tensor, tolerance: float) -> None:
+def _check_equal_totals(total_a: Tensor, total_b: Tensor, tol: float) -> None:
     gap = (total_a - total_b).abs()
-    if not every(gap <= tolerance * total_a):
+    if not every(gap <= tol * total_a):
         worst = int(gap.flatten().argmax())
         raise HelmscopeError(
             f"x_weights sums to {total_a.flatten()[worst].item():.9g} and y_weights to "

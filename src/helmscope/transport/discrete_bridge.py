@@ -119,7 +119,7 @@ def bridge_chain(
     start: Float[Tensor, " states"],
     end: Float[Tensor, " states"],
     *,
-    tolerance: float = 1e-12,
+    tol: float = 1e-12,
     max_iterations: int = 100_000,
     progress: ProgressOption = None,
 ) -> DiscreteBridge:
@@ -127,7 +127,7 @@ def bridge_chain(
 
     ``transitions`` is a sequence of stochastic matrices, one per step, or a tensor (steps, states, states). The
     computation is in float64 and in the log domain, so that transition probabilities may be as small as 1e-300. The
-    solver ends when the marginal error is at most ``tolerance``. If it does not within ``max_iterations``, the result
+    solver ends when the marginal error is at most ``tol``. If it does not within ``max_iterations``, the result
     is not ``ok``; that happens if every state of ``end`` can be reached, but not with the masses required. It costs
     O(steps states^3) once and O(states^2) per iteration. Raises ``HelmscopeError`` for matrices that are not
     stochastic, laws that are not, and states of ``start`` and ``end`` that no path connects to the other law.
@@ -150,7 +150,7 @@ def bridge_chain(
         log_path,
         first[rows],
         last[columns],
-        tolerance=check_real("tolerance", tolerance, above=0),
+        tol=check_real("tol", tol, above=0),
         max_iterations=check_integer("max_iterations", max_iterations, at_least=1),
         progress=progress or None,
     )

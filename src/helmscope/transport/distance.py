@@ -63,9 +63,9 @@ def wasserstein(
     ``Geodesic()`` on the circle (d = 2) and ``Euclidean()`` on the line (d = 1), and up to n^3 otherwise: by
     SciPy's assignment for equally many points of equal weight, else by POT.
 
-    It is differentiable by positions and weights where the optimal plan and potentials are unique; elsewhere the
-    gradient is a subgradient, and 0 at distance 0. Raises ``HelmscopeError`` for p < 1, p so large that dist^p
-    under- or overflows, and whatever ``check_clouds`` does not accept.
+    It is differentiable with respect to positions and weights where the optimal plan and potentials are unique;
+    elsewhere the gradient is a subgradient, and 0 at distance 0. Raises ``HelmscopeError`` for p < 1, p so large that
+    dist^p under- or overflows, and whatever ``check_clouds`` does not accept.
 
     >>> from helmscope.transport.cost import Euclidean
     >>> wasserstein(torch.zeros(1, 1), torch.tensor([[1.0], [3.0]]), p=1, cost=Euclidean())

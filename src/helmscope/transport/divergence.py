@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SinkhornDivergence:
-    """A Sinkhorn divergence, differentiable by points and weights, and its three plans: x to y, x to x, y to y.
+    """A Sinkhorn divergence, differentiable with respect to points and weights, and its three plans: x to y, x to x, y
+    to y.
 
     >>> import torch
     >>> from helmscope.transport.cost import Euclidean
@@ -67,7 +68,7 @@ def sinkhorn_divergence(
     cost: Cost = GEODESIC,
     p: float = 2.0,
     reach: float | None = None,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iterations: int = 1000,
     progress: ProgressOption = None,
 ) -> SinkhornDivergence:
@@ -86,7 +87,7 @@ def sinkhorn_divergence(
     (0.25, tensor([[-0.5000],
             [-0.5000]]))
     """
-    rules = Rules.checked(epsilon, cost, p, reach, tolerance, max_iterations)
+    rules = Rules.checked(epsilon, cost, p, reach, tol, max_iterations)
     clouds = check_clouds(x, y, x_weights, y_weights, cost=rules.cost, balanced=reach is None)
     parts = [None if progress is None else sub_progress(progress, k / 3, (k + 1) / 3) for k in range(3)]  # type: ignore[arg-type]
     across = entropic_plan(clouds, rules, progress=parts[0])

@@ -48,10 +48,10 @@ def exact_plan(
     points: seconds). The potentials are made feasible, so that the duality gap bounds the error. Distances and plans
     are defined for antipodal points too; where two plans are optimal, one of them is returned.
 
-    ``value`` is differentiable by positions, the plan held fixed, and by weights, by the potentials; where the optimum
-    is not unique this is one of the subgradients. Raises ``HelmscopeError`` for batch axes, p < 1 and whatever
-    ``check_clouds`` does not accept, ``MissingExtra`` without POT. Stopping at ``max_iterations`` is the status
-    PIVOT_LIMIT, and the plan then need not be optimal.
+    ``value`` is differentiable with respect to positions, the plan held fixed, and by weights, by the potentials; where
+    the optimum is not unique this is one of the subgradients. Raises ``HelmscopeError`` for batch axes, p < 1 and
+    whatever ``check_clouds`` does not accept, ``MissingExtra`` without POT. Stopping at ``max_iterations`` is the
+    status PIVOT_LIMIT, and the plan then need not be optimal.
 
     >>> import torch
     >>> plan = exact_plan(torch.eye(3), -torch.eye(3))

@@ -54,8 +54,8 @@ def _check_covariance(name: str, matrix: object) -> None:
         raise HelmscopeError(f"{name} is {shape}, but it must be a tensor of square matrices (..., d, d)")
     fixed = matrix.detach()
     scale = float(fixed.abs().max()) if fixed.numel() else 0.0
-    tolerance = 1e3 * torch.finfo(fixed.dtype).eps * scale
-    if not every((fixed - fixed.mT).abs() <= tolerance):
+    tol = 1e3 * torch.finfo(fixed.dtype).eps * scale
+    if not every((fixed - fixed.mT).abs() <= tol):
         raise HelmscopeError(f"{name} is not symmetric, but a covariance must be")
-    if not every(torch.linalg.eigvalsh(fixed) >= -tolerance):
+    if not every(torch.linalg.eigvalsh(fixed) >= -tol):
         raise HelmscopeError(f"{name} has a negative eigenvalue, but a covariance must have none")

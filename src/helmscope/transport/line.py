@@ -205,7 +205,9 @@ def path_potentials(path: Staircase, displacement: Rows, p: float) -> tuple[Rows
 def moved_cost(
     mass: Rows, displacement: Rows, indices: tuple[Indices, Indices], moving: tuple[Tensor, Tensor], p: float
 ) -> Float[Tensor, " rows"]:
-    """sum_k mass_k |x_i - y_j|^p with a fixed coupling, differentiable by the coordinates ``moving`` (rows, atoms)."""
+    """sum_k mass_k |x_i - y_j|^p with a fixed coupling, differentiable with respect to the coordinates ``moving``
+    (rows, atoms).
+    """
     (x, y), device = moving, moving[0].device
     i, j = (torch.from_numpy(index).to(device) for index in indices)
     # the displacements are constants, so that coordinates may be angles that jump by a period

@@ -78,7 +78,7 @@ class ParticleBridge(Bridge):
     reference_field: Field | None
     reference_noise: Noise
     horizon: float
-    tolerance: float
+    tol: float
 
     def __repr__(self) -> str:
         sizes = f"{len(self.clouds.x)} to {len(self.clouds.y)} points"
@@ -116,7 +116,7 @@ class ParticleBridge(Bridge):
     def ok(self) -> bool:
         """Whether the scaling has converged, the particles represent phi well and the steps are short enough."""
         return (
-            self.marginal_error <= self.tolerance
+            self.marginal_error <= self.tol
             and self.chain.worst_error <= MAX_ERROR
             and self.splitting_error <= MAX_ERROR
         )
@@ -125,7 +125,7 @@ class ParticleBridge(Bridge):
     def outcome(self) -> str:
         """How the solver ended, in words, with a remedy."""
         error = self.chain.worst_error
-        if self.marginal_error > self.tolerance:
+        if self.marginal_error > self.tol:
             return (
                 f"iteration limit reached after {pluralized(self.chain.iterations, 'iteration')} with marginal error "
                 f"{self.marginal_error:.2g}: raise max_iterations, noise or horizon"
@@ -271,7 +271,7 @@ def bridge_particles(
     steps: int = 8,
     rounds: int = 2,
     seed: int = 0,
-    tolerance: float = 1e-6,
+    tol: float = 1e-6,
     max_iterations: int = 10_000,
     progress: ProgressOption = None,
 ) -> ParticleBridge:
@@ -320,18 +320,18 @@ def bridge_particles(
         if interacts(field, torch.cat([clouds.x, clouds.y])):
             field = mean_field_reference(field, clouds.x, clouds.a, noise=noise, horizon=horizon, seed=seed)
     drift = Drift(velocity_of(field, noise, on_sphere=on_sphere), on_sphere, horizon / steps)
-    tolerance = check_real("tolerance", tolerance, above=0)
+    tol = check_real("tol", tol, above=0)
     problem = Problem(clouds, diffusion, drift, horizon, steps)
     fit = partial(
         fit_chain,
         particles=particles,
         seed=seed,
-        tolerance=tolerance,
+        tol=tol,
         max_iterations=check_integer("max_iterations", max_iterations, at_least=1),
     )
     chain = fit(problem, rounds=check_integer("rounds", rounds, at_least=1), progress=progress or None)
     error = splitting_error(problem, chain, partial(fit, rounds=1))
-    bridge = ParticleBridge(clouds, drift, diffusion, chain, error, field, noise, horizon, tolerance)
+    bridge = ParticleBridge(clouds, drift, diffusion, chain, error, field, noise, horizon, tol)
     if not bridge.ok:
         logger.warning("a bridge by particles: %s", bridge.outcome)
     return bridge

@@ -173,7 +173,7 @@ def fit_chain(
     particles: int,
     rounds: int,
     seed: int,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     progress: Progress | None = None,
 ) -> Chain:
@@ -186,14 +186,14 @@ def fit_chain(
     log_kernel = guide.log_terms(diffusion, drift, clouds.x, 0.0)
     if not every(torch.isfinite(log_kernel.amax(1))) or not every(torch.isfinite(log_kernel.amax(0))):
         raise HelmscopeError(_OUT_OF_REACH)
-    guess = scale_to_marginals(log_kernel, clouds.a, clouds.b, tolerance=1e-3, max_iterations=200)
+    guess = scale_to_marginals(log_kernel, clouds.a, clouds.b, tol=1e-3, max_iterations=200)
     plan = torch.exp(guess.f[:, None] + log_kernel + guess.g)
     guide = replace(guide, log_scale=guess.g)
     evaluate, best = guide.evaluate, None
     for count in range(rounds if problem.steps > 1 else 1):
         try:
             layers = _sample_layers(problem, evaluate, plan, particles, generator)
-            chain = _fit(problem, layers, guide, evaluate, tolerance, max_iterations)
+            chain = _fit(problem, layers, guide, evaluate, tol, max_iterations)
         except HelmscopeError:  # the control of a poor round may lead nowhere
             if best is None:
                 raise
@@ -288,7 +288,7 @@ def _spread_out(points: Tensor, count: int) -> Tensor:
 
 @full_precision
 def _fit(
-    problem: Problem, layers: list[_Layer], guide: Stage, evaluate: Evaluate, tolerance: float, max_iterations: int
+    problem: Problem, layers: list[_Layer], guide: Stage, evaluate: Evaluate, tol: float, max_iterations: int
 ) -> Chain:
     """Represent the potential of every target point on the clouds, from the last to the first, relative to the guide;
     then scale the result, one potential per point of x and y, to the masses of both clouds.
@@ -306,7 +306,7 @@ def _fit(
         z = drift.flow(points, time, time + h / 2)
         log_p = diffusion.pairs(z, fit.centers.points, h + fit.spread)[0]
         values = (torch.exp(log_p + fit.centers.log_guide - log_guide[:, None]) @ fit.coefficients).clamp(min=0)
-    end, iterations, error = _scale(values, clouds, tolerance, max_iterations)
+    end, iterations, error = _scale(values, clouds, tol, max_iterations)
     stages = [
         Stage(layer.time, fit.centers.points, h / 2, fit.spread, fit.coefficients @ end, fit.centers.log_guide)
         for layer, fit in zip(layers, reversed(fits), strict=True)
@@ -357,11 +357,11 @@ def _ridge(basis: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @full_precision
-def _scale(values: Tensor, clouds: Clouds, tolerance: float, most: int) -> tuple[Tensor, int, float]:
+def _scale(values: Tensor, clouds: Clouds, tol: float, most: int) -> tuple[Tensor, int, float]:
     """v > 0 with u_i sum_j R_ij v_j = a_i and v_j sum_i u_i R_ij = b_j. R may have entries below 0 by its error."""
     v, error = torch.ones_like(clouds.b), math.inf
     iterations = 0
-    while iterations < most and error > tolerance:
+    while iterations < most and error > tol:
         iterations += 1
         rows = values @ v
         u = clouds.a / rows

@@ -59,7 +59,7 @@ class Plan(Plottable):
 
     >>> from helmscope.transport.line import line_plan
     >>> plan = line_plan(torch.tensor([[0.0]]), torch.tensor([[1.0], [3.0]]))
-    >>> plan.value, plan.distance, plan.matrix, plan.images, plan.ok
+    >>> plan.value, plan.distance, plan.matrix, plan.barycentric_projection, plan.ok
     (tensor(5.), tensor(2.2361), tensor([[0.5000, 0.5000]]), tensor([[2.]]), True)
     """
 
@@ -115,7 +115,7 @@ class Plan(Plottable):
         return self.couple(torch.eye(m, dtype=self.clouds.b.dtype, device=self.clouds.b.device))
 
     @property
-    def images(self) -> Float[Tensor, "n d"]:
+    def barycentric_projection(self) -> Float[Tensor, "n d"]:
         """Where each x goes on average, the barycentric projection sum_j pi_ij y_j / sum_j pi_ij in R^d."""
         y = self.clouds.y
         sums = self.couple(torch.cat([y, torch.ones_like(y[:, :1])], -1))
@@ -149,7 +149,7 @@ def sparse_plan(
     iterations: int = 0,
 ) -> Plan:
     """The plan with these entries (i, j, mass) and dual potentials, all in float64; the tensors of the plan have the
-    dtype and device of the clouds. ``value`` is differentiable by positions and weights.
+    dtype and device of the clouds. ``value`` is differentiable with respect to positions and weights.
     """
     device, dtype = clouds.x.device, clouds.x.dtype
     i, j, mass = (torch.from_numpy(part).to(device) for part in entries)

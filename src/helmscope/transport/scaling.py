@@ -43,18 +43,18 @@ def scale_to_marginals(
     a: Float[Tensor, " n"],
     b: Float[Tensor, " m"],
     *,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     progress: Progress | None = None,
 ) -> Scaling:
     """Scale a kernel to the positive marginals a and b; unchecked, for float64 tensors.
 
-    It ends when the marginal error is at most ``tolerance``, or after ``max_iterations``; the marginal b then holds up
+    It ends when the marginal error is at most ``tol``, or after ``max_iterations``; the marginal b then holds up
     to rounding. ``log_kernel`` may be -inf where the kernel is 0, but not along a whole row or column.
 
     >>> kernel = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64)
     >>> half = torch.full((2,), 0.5, dtype=torch.float64)
-    >>> result = scale_to_marginals(kernel, half, half, tolerance=1e-12, max_iterations=100)
+    >>> result = scale_to_marginals(kernel, half, half, tol=1e-12, max_iterations=100)
     >>> torch.exp(result.f[:, None] + kernel + result.g).sum(1)
     tensor([0.5000, 0.5000], dtype=torch.float64)
     """
@@ -68,7 +68,7 @@ def scale_to_marginals(
         iterations += 1
         rows = matrix @ v
         error = float((u * rows - a).abs().sum())
-        if error <= tolerance:
+        if error <= tol:
             return Scaling(f + torch.log(u), g + torch.log(v), iterations, error, converged=True)
         new_u = a / rows
         new_v = b / (new_u @ matrix)
@@ -80,7 +80,7 @@ def scale_to_marginals(
             u, v = torch.ones_like(a), torch.ones_like(b)
         first_error = first_error or error
         if progress is not None:
-            progress(_share_done(first_error, error, tolerance))
+            progress(_share_done(first_error, error, tol))
     return Scaling(f + torch.log(u), g + torch.log(v), iterations, error, converged=False)
 
 
@@ -95,8 +95,8 @@ def _is_moderate(multiplier: Tensor) -> bool:
     return bool((torch.log(multiplier).abs() <= _LARGEST_LOG).all())
 
 
-def _share_done(first: float, now: float, tolerance: float) -> float:
+def _share_done(first: float, now: float, tol: float) -> float:
     """The progress towards the tolerance, if the error decreases geometrically."""
-    if not first > now > tolerance:
+    if not first > now > tol:
         return 0.0
-    return math.log(first / now) / math.log(first / tolerance)
+    return math.log(first / now) / math.log(first / tol)

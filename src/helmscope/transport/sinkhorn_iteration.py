@@ -92,11 +92,11 @@ class Relaxation:
     modes, which over-relaxation damps, contribute little to the error of plain iterations but much to that of others.
     """
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, tol: float) -> None:
         self.omega = 1.0  # of the next iteration
         self.relaxed = 1.0  # of the iterations between plain ones
         self.cap = _best_omega(MAX_RATE)
-        self.tolerance = tolerance
+        self.tol = tol
         self.errors: list[float] = []  # of plain iterations
         self.wait = 0  # iterations until the next plain one
 
@@ -104,7 +104,7 @@ class Relaxation:
         """Adapt omega to the error of one more iteration."""
         if self.omega != 1:
             self.wait -= 1
-            if self.wait <= 0 or error <= 2 * self.tolerance:  # the error of a plain iteration is about half
+            if self.wait <= 0 or error <= 2 * self.tol:  # the error of a plain iteration is about half
                 self.omega = 1.0
             return
         self.errors.append(error)
@@ -145,23 +145,23 @@ def iterate(
     g: Float[Tensor, " m"],
     *,
     epsilon: float,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     f: Float[Tensor, " n"] | None = None,
     progress: Progress | None = None,
 ) -> Potentials:
-    """Iterate from g, and from f if it is known, until the marginal error is at most ``tolerance``.
+    """Iterate from g, and from f if it is known, until the marginal error is at most ``tol``.
 
     >>> from helmscope.transport.cost import Euclidean
     >>> from helmscope.transport.streaming import PairwiseCost
     >>> x, half = torch.tensor([[0.0], [1.0]]), torch.full((2,), 0.5)
     >>> problem = Entropic(PairwiseCost.of(x, x, Euclidean()), half, half)
-    >>> iterate(problem, torch.zeros(2), epsilon=1.0, tolerance=1e-4, max_iterations=9).converged
+    >>> iterate(problem, torch.zeros(2), epsilon=1.0, tol=1e-4, max_iterations=9).converged
     True
     """
     if problem.symmetric:
-        return _iterate_symmetric(problem, g, epsilon, tolerance, max_iterations)
-    factor, relaxation, other = damping(problem.rho, epsilon), Relaxation(tolerance), problem.transposed
+        return _iterate_symmetric(problem, g, epsilon, tol, max_iterations)
+    factor, relaxation, other = damping(problem.rho, epsilon), Relaxation(tol), problem.transposed
     error, first = math.inf, None
     for done in range(1, max_iterations + 1):
         if done == max_iterations:
@@ -171,7 +171,7 @@ def iterate(
         f = factor * softmin if f is None else f + relaxation.omega * (factor * softmin - f)
         softmin = other.softmin(f, epsilon, g)
         error = max(row_error, other.error(g, softmin, epsilon))
-        converged = error <= tolerance and relaxation.omega == 1
+        converged = error <= tol and relaxation.omega == 1
         g = g + relaxation.omega * (factor * softmin - g)
         if not math.isinf(problem.rho):
             shift = best_translation(f, g, problem.a, problem.b, problem.rho)
@@ -181,21 +181,19 @@ def iterate(
         relaxation.update(error)
         first = error if first is None else first
         if progress is not None:
-            progress(max(done / max_iterations, _share(first, error, tolerance)))
+            progress(max(done / max_iterations, _share(first, error, tol)))
     assert f is not None
     return Potentials(f, g, error, max_iterations, converged=False)
 
 
-def _share(first: float, error: float, tolerance: float) -> float:
+def _share(first: float, error: float, tol: float) -> float:
     """The share of the orders of magnitude of the error that are done."""
-    if not 0 < error < first or first <= tolerance:
+    if not 0 < error < first or first <= tol:
         return 0.0
-    return min(math.log(first / error) / math.log(first / tolerance), 1.0)
+    return min(math.log(first / error) / math.log(first / tol), 1.0)
 
 
-def _iterate_symmetric(
-    problem: Entropic, f: Tensor, epsilon: float, tolerance: float, max_iterations: int
-) -> Potentials:
+def _iterate_symmetric(problem: Entropic, f: Tensor, epsilon: float, tol: float, max_iterations: int) -> Potentials:
     """f <- (f + softmin(f)) / 2: averaging removes the oscillation of the plain update, which is slow [Feydy et al.
     2019, arXiv:1810.08278].
     """
@@ -203,7 +201,7 @@ def _iterate_symmetric(
     for done in range(1, max_iterations + 1):
         softmin = problem.softmin(f, epsilon, f)
         error = problem.error(f, softmin, epsilon)
-        if error <= tolerance or not math.isfinite(error):
-            return Potentials(f, f, error, done, error <= tolerance)
+        if error <= tol or not math.isfinite(error):
+            return Potentials(f, f, error, done, error <= tol)
         f = (f + factor * softmin) / 2
     return Potentials(f, f, error, max_iterations, converged=False)

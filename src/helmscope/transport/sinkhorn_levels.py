@@ -38,7 +38,7 @@ def solve(
     problem: Entropic,
     *,
     epsilon: float,
-    tolerance: float,
+    tol: float,
     max_iterations: int,
     start: Tensor | None = None,
     progress: Progress | None = None,
@@ -52,18 +52,16 @@ def solve(
     elif n * m <= MAX_STORED:
         start = _annealed(problem, epsilon)
     else:
-        start = _from_sample(problem, epsilon, tolerance, max_iterations)
-    return iterate(
-        problem, start, epsilon=epsilon, tolerance=tolerance, max_iterations=max_iterations, progress=progress
-    )
+        start = _from_sample(problem, epsilon, tol, max_iterations)
+    return iterate(problem, start, epsilon=epsilon, tol=tol, max_iterations=max_iterations, progress=progress)
 
 
-def _from_sample(problem: Entropic, epsilon: float, tolerance: float, max_iterations: int) -> Tensor:
+def _from_sample(problem: Entropic, epsilon: float, tol: float, max_iterations: int) -> Tensor:
     """A starting value of g for a large problem, from the solution between samples of its clouds."""
     n, m = problem.size
     smaller = sample(problem, *(min(k, max(SAMPLE, k // COARSENING)) for k in (n, m)))
-    tolerance = max(tolerance, SAMPLE_TOLERANCE)
-    coarse = solve(smaller, epsilon=epsilon, tolerance=tolerance, max_iterations=max_iterations)
+    tol = max(tol, SAMPLE_TOLERANCE)
+    coarse = solve(smaller, epsilon=epsilon, tol=tol, max_iterations=max_iterations)
     return _extended(problem, smaller, coarse.f, epsilon)
 
 
@@ -99,9 +97,7 @@ def _annealed(problem: Entropic, epsilon: float) -> Tensor:
     g, f = torch.zeros_like(problem.b), None
     larger = epsilon * ANNEALING ** math.floor(math.log(max(_largest_cost(problem) / epsilon, 1.0), ANNEALING))
     while larger > 1.5 * epsilon:
-        rough = iterate(
-            problem, g, f=f, epsilon=larger, tolerance=ANNEALING_TOLERANCE, max_iterations=ANNEALING_ITERATIONS
-        )
+        rough = iterate(problem, g, f=f, epsilon=larger, tol=ANNEALING_TOLERANCE, max_iterations=ANNEALING_ITERATIONS)
         f, g = rough.f, rough.g
         larger /= ANNEALING
     return g
@@ -114,7 +110,7 @@ def _largest_cost(problem: Entropic) -> float:
 
 
 @torch.no_grad()
-def converging_epsilon(problem: Entropic, *, epsilon: float, tolerance: float, max_iterations: int) -> float:
+def converging_epsilon(problem: Entropic, *, epsilon: float, tol: float, max_iterations: int) -> float:
     """An epsilon, above the given one, for which ``solve`` converges: found by trying, from large to small.
 
     Problems of more than ``TRIAL_SAMPLE`` points are tried on samples, and the result is doubled.
@@ -123,7 +119,7 @@ def converging_epsilon(problem: Entropic, *, epsilon: float, tolerance: float, m
     small = problem if exact else sample(problem, *(min(k, TRIAL_SAMPLE) for k in problem.size))
 
     def converges(value: float) -> bool:
-        return solve(small, epsilon=value, tolerance=tolerance, max_iterations=max_iterations).converged
+        return solve(small, epsilon=value, tol=tol, max_iterations=max_iterations).converged
 
     best = search_epsilon(converges, start=_largest_cost(small), above=epsilon)
     return best if exact else _rounded_up(TRIAL_MARGIN * best)

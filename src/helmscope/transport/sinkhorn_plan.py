@@ -45,7 +45,7 @@ def sinkhorn(
     cost: Cost = GEODESIC,
     p: float = 2.0,
     reach: float | None = None,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iterations: int = 1000,
     progress: ProgressOption = None,
 ) -> Plan:
@@ -58,7 +58,7 @@ def sinkhorn(
     costs two passes of attention without values; other costs, ``Geodesic()`` among them, take several times longer.
     Large problems start from the potentials of random samples.
 
-    The iteration stops when the marginal error sum_j |sum_i pi_ij - b_j| is at most ``tolerance`` (default 1e-6, in
+    The iteration stops when the marginal error sum_j |sum_i pi_ij - b_j| is at most ``tol`` (default 1e-6, in
     float32 1e-4), or after ``max_iterations``. In the latter case ``status`` is ITERATION_LIMIT, and
     ``remedy_epsilon`` is an epsilon that converges: found by trying, for clouds of more than 512 points on samples.
     ``value`` is <pi, c>; ``objective`` includes the entropy, and ``dual`` is the value of the dual problem. The gap
@@ -69,8 +69,9 @@ def sinkhorn(
     moves about as far as ``reach`` at most, and the masses of x and y may differ. The marginal errors are then the
     distances to the optimal marginals a e^{-f/rho} and b e^{-g/rho}, relative to the mass.
 
-    ``objective`` and ``dual`` are differentiable by points and weights, once, by the envelope theorem: the derivatives
-    are those at the optimum, exact up to the marginal error. ``value``, ``potentials`` and ``couple`` are constants.
+    ``objective`` and ``dual`` are differentiable with respect to points and weights, once, by the envelope theorem: the
+    derivatives are those at the optimum, exact up to the marginal error. ``value``, ``potentials`` and ``couple`` are
+    constants.
 
     Raises ``HelmscopeError`` for invalid clouds or masses, points that do not fit the cost, epsilon <= 0, p < 1,
     reach <= 0, or a tolerance below rounding.
@@ -82,7 +83,7 @@ def sinkhorn(
     ('CONVERGED', tensor([[0.4910, 0.0090],
             [0.0090, 0.4910]]))
     """
-    rules = Rules.checked(epsilon, cost, p, reach, tolerance, max_iterations)
+    rules = Rules.checked(epsilon, cost, p, reach, tol, max_iterations)
     clouds = check_clouds(x, y, x_weights, y_weights, cost=rules.cost, balanced=reach is None)
     return entropic_plan(clouds, rules, progress=progress)  # type: ignore[arg-type]
 
@@ -95,12 +96,12 @@ class Rules:
     cost: Cost
     p: float
     rho: float
-    tolerance: float | None
+    tol: float | None
     max_iterations: int
 
     @classmethod
     def checked(
-        cls, epsilon: object, cost: object, p: object, reach: object, tolerance: object, max_iterations: object
+        cls, epsilon: object, cost: object, p: object, reach: object, tol: object, max_iterations: object
     ) -> Rules:
         """The arguments, or ``HelmscopeError``.
 
@@ -113,18 +114,18 @@ class Rules:
             check_cost(cost),
             power,
             math.inf if reach is None else check_real("reach", reach, above=0) ** power,
-            None if tolerance is None else check_real("tolerance", tolerance, above=0),
+            None if tol is None else check_real("tol", tol, above=0),
             check_integer("max_iterations", max_iterations, at_least=1),
         )
 
     def tolerance_for(self, dtype: torch.dtype) -> float:
         """The tolerance, or its default for this dtype; raises ``HelmscopeError`` if it is below rounding."""
-        if self.tolerance is None:
+        if self.tol is None:
             return TOLERANCE[dtype]
         least = MIN_TOLERANCE * torch.finfo(dtype).eps
-        if self.tolerance < least:
-            raise HelmscopeError(f"tolerance is {self.tolerance:g}, but for {dtype} it must be at least {least:.2g}")
-        return self.tolerance
+        if self.tol < least:
+            raise HelmscopeError(f"tol is {self.tol:g}, but for {dtype} it must be at least {least:.2g}")
+        return self.tol
 
 
 def entropic_plan(
@@ -142,7 +143,7 @@ def entropic_plan(
     epsilon = rules.epsilon
     costs = PairwiseCost.of(clouds.x, clouds.y, rules.cost, rules.p)
     problem = Entropic(costs, clouds.a.detach(), clouds.b.detach(), rules.rho, symmetric)
-    limits: Any = {"tolerance": rules.tolerance_for(clouds.x.dtype), "max_iterations": rules.max_iterations}
+    limits: Any = {"tol": rules.tolerance_for(clouds.x.dtype), "max_iterations": rules.max_iterations}
     potentials = solve(problem, epsilon=epsilon, start=start, progress=progress, **limits)
     status, remedy = PlanStatus.CONVERGED, 0.0
     if not potentials.converged:

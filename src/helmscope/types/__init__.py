@@ -18,6 +18,7 @@ from helmscope.types.arguments import check_real as check_real
 from helmscope.types.arguments import check_seed as check_seed
 from helmscope.types.arguments import check_times as check_times
 from helmscope.types.arguments import pluralized as pluralized
+from helmscope.types.arguments import record_first as record_first
 from helmscope.types.arguments import short_repr as short_repr
 from helmscope.types.arguments import type_with_article as type_with_article
 from helmscope.types.display import ConciseRepr as ConciseRepr

@@ -157,3 +157,12 @@ def type_with_article(value: object) -> str:
     name = type(value).__name__
     # by sound: vowels other than u (a Unit), ndarray, and acronyms such as MLP or RK4
     return f"{'an' if re.match('[AEIOaeio]|nd|[FHLMNRSX][A-Z]', name) else 'a'} {name}"
+
+
+def record_first(model: object) -> str:
+    """What to do with the name of a model where a recording is expected, as the end of a message; "" for anything else.
+
+    >>> record_first("A"), record_first(3)
+    (": record a model first, hs.record('A')", '')
+    """
+    return f": record a model first, hs.record({short_repr(model)})" if isinstance(model, str) else ""

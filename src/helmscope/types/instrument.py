@@ -246,11 +246,12 @@ def start_instruments(system: System, instruments: Sequence[Instrument], plan: R
     <Needs.NOTHING: 0>
     """
     needs = Needs.NOTHING
-    for instrument in instruments:
+    for k, instrument in enumerate(instruments):
         if not isinstance(instrument, Instrument):
-            kind = instrument.__name__ if isinstance(instrument, type) else type(instrument).__name__
+            is_class = isinstance(instrument, type)
+            kind = f"the class {instrument.__name__}" if is_class else type_with_article(instrument)
             raise HelmscopeError(
-                f"instruments holds {kind}, but each must be an Instrument object such as KernelStatistics()"
+                f"instruments[{k}] is {kind}, but it must be an Instrument, such as KernelStatistics()"
             )
     names = [instrument.name for instrument in instruments]
     for name in names:

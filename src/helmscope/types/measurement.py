@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from helmscope.types.arguments import check_integer, check_name, type_with_article
@@ -30,8 +30,7 @@ def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
     >>> replicate_axis(xr.Dataset({"rank": (("layer", "prompt"), [[3.0, 4.0]])}))
     'prompt'
     """
-    if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
+    _check_dataset(dataset)
     axes = [str(axis) for axis in dataset.dims]
     if over is not None:
         return check_name("axis of the measurement", str(over), axes)
@@ -44,6 +43,14 @@ def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
             f"measurement has the replicate axes {candidates}, but it must have one: choose it with over="
         )
     return candidates[0]
+
+
+def _check_dataset(dataset: object) -> None:
+    if not hasattr(dataset, "data_vars"):
+        remedy = ": take one of its values" if isinstance(dataset, Mapping) else ""
+        raise HelmscopeError(
+            f"measurement is {type_with_article(dataset)}, but a Measurement is an xarray Dataset{remedy}"
+        )
 
 
 def identity_coordinates(replicate: str, identities: Sequence[str] | None) -> dict[str, tuple[str, list[str]]]:
@@ -70,15 +77,19 @@ def check_replicates(dataset: xr.Dataset, over: str | None = None) -> Measuremen
     >>> check_replicates(xr.Dataset({"rank": ("prompt", [3.0, 4.0]), "rank_null": 5.0})).sizes["prompt"]
     2
     """
-    axis = replicate_axis(dataset, over)
+    _check_dataset(dataset)
     names = [str(name) for name in dataset.data_vars]
     for name in names:
         end = next((end for end in COMPANIONS if name.endswith(end)), None)
         if end is not None and name.removesuffix(end) not in names:
             raise HelmscopeError(f"measurement has '{name}' but no '{name.removesuffix(end)}' that it belongs to")
         if end not in (None, "_null"):
-            raise HelmscopeError(f"measurement has '{name}', but a Measurement with replicates must hold values only")
-        if end is None and axis not in dataset[name].dims:
+            raise HelmscopeError(
+                f"measurement is already reduced: it has '{name}', but a Measurement with replicates holds values only"
+            )
+    axis = replicate_axis(dataset, over)
+    for name in names:
+        if not name.endswith(COMPANIONS) and axis not in dataset[name].dims:
             raise HelmscopeError(f"'{name}' has axes {dataset[name].dims}, but its replicate axis must be '{axis}'")
     return as_measurement(dataset)
 
@@ -93,8 +104,7 @@ def keeps_replicates(dataset: xr.Dataset) -> bool:
     >>> keeps_replicates(xr.Dataset({"rank": 3.5, "rank_stderr": 0.5}, attrs={"n": 2}))
     False
     """
-    if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
+    _check_dataset(dataset)
     is_reduced = any(str(name).endswith(_REDUCED) for name in dataset.data_vars)
     return not is_reduced and any(axis in dataset.dims for axis in (*REPLICATES, "layer"))
 
@@ -125,8 +135,7 @@ def check_reduced(dataset: xr.Dataset) -> Measurement:
     >>> check_reduced(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
     16
     """
-    if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
+    _check_dataset(dataset)
     names = [str(name) for name in dataset.data_vars]
     for name in names:
         base = next((name.removesuffix(end) for end in COMPANIONS if name.endswith(end)), None)

@@ -223,7 +223,9 @@ class MlpTensors:
     MLP as a field with its norm folded in, and ``point`` where it must be evaluated to reproduce the MLP's output: unit
     vectors up to the epsilon of the norm. ``unfolded`` is the same MLP as a function of the output of that ``norm``,
     with the weights that the model has (times its residual multiplier); ``norm`` is None where there is none. ``write``
-    is what the half adds to the state, before any projection to the sphere. Tensors are valid only during the call.
+    is what the half adds to the state, before any projection to the sphere. ``preactivations`` and ``force_value`` are
+    what the model itself has computed of the force at these points: W x + b for each of the force's ``input_rows``, and
+    the force; None where an instrument has to compute them. Tensors are valid only during the call.
 
     >>> import torch
     >>> x = torch.eye(2).expand(1, 2, 2)
@@ -238,3 +240,5 @@ class MlpTensors:
     write: Float[Tensor, "rows n d"] | None = None
     unfolded: Any = None
     norm: Any = None
+    preactivations: tuple[Float[Tensor, "rows n h"], ...] | None = None
+    force_value: Float[Tensor, "rows n d"] | None = None

@@ -92,7 +92,7 @@ class Control(JudgedCondition):
 @dataclass(frozen=True)
 class PrintedStatement:
     """What a source prints, where it was judged separately from the claim: its place, the judgment by theory
-    (``on_paper``) with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
+    (``by_theory``) with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
 
     >>> PrintedStatement("the rate is O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "the rate is 1").measured is None
     True
@@ -100,7 +100,7 @@ class PrintedStatement:
 
     text: str
     place: str
-    on_paper: Judgment
+    by_theory: Judgment
     reason: str
     measured: Judgment | None = None
     interval: Interval | None = None
@@ -116,8 +116,8 @@ class PrintedStatement:
         """
         if self.measured is Judgment.FALSE:
             return self.measured
-        undecided = self.on_paper in (Judgment.UNDECIDED, Judgment.NOT_TESTABLE)
-        return self.measured if undecided and self.measured is not None else self.on_paper
+        undecided = self.by_theory in (Judgment.UNDECIDED, Judgment.NOT_TESTABLE)
+        return self.measured if undecided and self.measured is not None else self.by_theory
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import helmscope as hs
 
 
 def trial(case: hs.claims.TrialCase, mean: float) -> hs.claims.Finding:
-    x = mean + case.normal(case.count(128, quick=32), stream=0)
-    null = hs.claims.Replicates(case.normal(len(x), stream=1) - 2)
+    x = mean + case.normal(case.count(128, quick=32), index=0)
+    null = hs.claims.Replicates(case.normal(len(x), index=1) - 2)
     data = hs.claims.curve("value", x[:, None], {"mean": [mean]}, label="value of a replicate")
     return hs.claims.Finding(evidence=hs.claims.Replicates(x), controls={"mean -2": null}, data=data)
 

@@ -75,7 +75,7 @@ def attention_clusters(case: TrialCase) -> Finding:
         data=depth_curves("share", shares, label=f"share of inner products above {arms.level:g}, MLPs off"),
         remark=_remark(alone, others, contrast, case.constant("gathers")),
         setting=arms.setting,
-        shortage=arms.chosen.alike,
+        undecided_because=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 

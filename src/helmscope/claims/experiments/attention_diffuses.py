@@ -95,7 +95,7 @@ def _simulated(case: TrialCase) -> Finding:
 
 def random_densities(case: TrialCase, grid: CircleGrid, count: int) -> list[Density]:
     """Densities 1 + a sum_k (p_k cos k t + q_k sin k t), relative to the uniform one, with sum_k |(p_k, q_k)| = 1."""
-    sample = case.normal(count, HARMONICS, 2, stream=0)
+    sample = case.normal(count, HARMONICS, 2, index=0)
     sample = sample / sample.norm(dim=-1).sum(-1)[:, None, None]
     modes = torch.zeros(count, len(grid.degrees), dtype=torch.float64)
     modes[:, 0] = 1
@@ -136,7 +136,7 @@ def _on_model(case: TrialCase) -> Finding:
     missing = case.subject.unmet_premise("kernel", "replay")
     if missing is not None:
         return Finding.impossible(missing)
-    recording = case.subject.recording_of(prompts)
+    recording = case.subject.record(prompts)
     contexts, where = contexts_of(case.subject)
     count = case.count(256, quick=64)
     groups = _groups(case, recording, contexts, where, count)

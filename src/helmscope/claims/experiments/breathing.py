@@ -64,7 +64,7 @@ def breathing(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     neighbors = case.constant("neighbors")
     measured = token_dimension(recording, neighbors=neighbors, progress=False)
     own = Changes.of(measured.two_nn)
@@ -78,7 +78,7 @@ def breathing(case: TrialCase) -> Finding:
     for k in neighbors:
         described |= _means(f"GRIDE at r_{2 * k} / r_{k}", Changes.of(measured.gride.sel(neighbor=k)))
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={
             "attention": own.evidence(Half.ATTENTION),
             "MLP": own.evidence(Half.MLP),
@@ -133,14 +133,14 @@ def _silent(recording: Recording) -> Evidence:
 def _planted(case: TrialCase, points: int, *, rising: bool) -> Evidence:
     """The change between a normal cloud of few dimensions and one of more, both on a sphere, by the same function."""
     few, many = sorted(case.constant("planted_dims"))
-    y = case.normal(case.constant("least_prompts"), points, many, stream=1 + rising)
+    y = case.normal(case.constant("least_prompts"), points, many, index=1 + rising)
     flat = y.clone()
     flat[..., few:] = 0
     clouds = torch.stack([flat, y] if rising else [y, flat])
     # the graph of 1 over the cloud, seen from 0: points of the sphere with the dimension of the cloud
     states = torch.nn.functional.normalize(torch.cat([clouds, torch.ones_like(clouds[..., :1])], -1), dim=-1)
     path = Trajectory(torch.arange(2.0), states, axis="depth", replicate="prompt")
-    change = token_dimension(path, neighbors=(), first_token=True, progress=False).two_nn.diff("depth").values
+    change = token_dimension(path, neighbors=(), include_first_token=True, progress=False).two_nn.diff("depth").values
     return ReplicatesInEveryCase(list(change), "prompts", ["planted clouds"])
 
 

@@ -63,7 +63,7 @@ def clt_sharp(case: TrialCase) -> Finding:
         return over_prompts(over_layers(recording.replay(rows)[rows.name].share))
 
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={"share of rows": over_prompts(share)},
         controls={
             "causal-uniform kernel": over_prompts(rows.of_kernels([causal_uniform(n) for n in lengths])),

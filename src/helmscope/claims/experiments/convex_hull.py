@@ -85,7 +85,7 @@ def _measure_head(case: TrialCase, k: int, beta: float, causal: bool, number: in
     tokens, dims = case.constant("tokens"), case.constant("dims")
     n, d = tokens[number % len(tokens)], dims[number % len(dims)]
     clouds, push = case.constant("clouds"), case.constant("push")
-    x = retract(case.normal(clouds, n, d, stream=3 * k))
+    x = retract(case.normal(clouds, n, d, index=3 * k))
     first, second = (_random_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))
     (out, values), (other_out, other_values) = ((head.ambient(x), x @ v.mT) for head, v in (first, second))
     mask = torch.ones(n, n, dtype=torch.bool).tril() if causal else torch.ones(n, n, dtype=torch.bool)
@@ -108,10 +108,10 @@ def _measure_head(case: TrialCase, k: int, beta: float, causal: bool, number: in
 
 
 def _random_head(
-    case: TrialCase, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool
+    case: TrialCase, index: int, beta: float, causal: bool, d: int, *, low_rank: bool
 ) -> tuple[SA, Tensor]:
     """A head with random matrices, and its V."""
-    query_key, value = case.normal(2, d, d, stream=stream)
+    query_key, value = case.normal(2, d, d, index=index)
     if low_rank:
         rank_two = LowRank(value[:, :2], value[:2].mT)
         return SA(beta, query_key=query_key, value=rank_two, causal=causal), rank_two.dense()

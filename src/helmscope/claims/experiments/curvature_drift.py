@@ -136,7 +136,7 @@ def forward_errors(case: TrialCase) -> Tensor:
 def _noise_and_density(case: TrialCase, grid: Grid, k: int) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Noise of trace d, a density ~ e^(<a, x> + <x, B x> / 4) at the points of a grid, and a test function."""
     d = grid.dim
-    sample = case.normal(2 * d + 4, d, stream=100_000 + 1_000 * d + k)
+    sample = case.normal(2 * d + 4, d, index=100_000 + 1_000 * d + k)
     m = sample[:d] @ sample[:d].mT
     exponent = grid.points @ sample[2 * d] / 2 + ((grid.points @ sample[d : 2 * d]) * grid.points).sum(-1) / 4
     density = exponent.exp() / grid.mean_of(exponent.exp())
@@ -148,7 +148,7 @@ def stationary_errors(case: TrialCase) -> Tensor:
     1), relative to the uniform density: (noise and process,).
     """
     grid = CircleGrid(degree=48)
-    angles, levels = case.normal(2, LAWS, stream=200_000)
+    angles, levels = case.normal(2, LAWS, index=200_000)
     errors = []
     for angle, level in zip(angles, torch.special.ndtr(levels), strict=True):
         axis = torch.stack([angle.cos(), angle.sin()])
@@ -176,7 +176,7 @@ def _difference(values: Tensor) -> IdentityErrors:
 
 def _at_random_points(case: TrialCase, d: int, k: int, *, isotropic: bool = False) -> Generators:
     """Noise of trace d at random points, with a random phi(y) = sin <a, y> + e^<b, y> + <c, y> at each."""
-    sample = case.normal(4 * POINTS + d, d, stream=2 * (1_000 * d + k) + isotropic)
+    sample = case.normal(4 * POINTS + d, d, index=2 * (1_000 * d + k) + isotropic)
     root, (x, a, b, c) = sample[:d], sample[d:].reshape(4, POINTS, d)
     m = root @ root.mT
     m = torch.eye(d, dtype=m.dtype) * m.trace() / d**2 if isotropic else d * m / m.trace()

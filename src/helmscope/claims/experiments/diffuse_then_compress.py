@@ -16,9 +16,9 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import AT_REST, StepSizes, silenced, small_steps_premise
 from helmscope.geometry.sphere import retract
 from helmscope.observe.depth_steps import unit_states
-from helmscope.observe.entropy import CommonRange
+from helmscope.observe.entropy import PooledClouds
 from helmscope.observe.pairs import without_first_token
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.types import Trajectory
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class EntropyCurve:
     @classmethod
     def of(cls, path: Trajectory, seed: int) -> EntropyCurve:
         """That of a trajectory, with random halves of its prompts."""
-        first, second = (_entropies(path, rows) for rows in halves(path.states.shape[1], seed=seed))
+        first, second = (_entropies(path, rows) for rows in random_halves(path.states.shape[1], seed=seed))
         text = next((each[1] for each in (first, second) if each[1]), "")
         return cls(first[0].mean(-1), second[0], text)
 
@@ -91,7 +91,7 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     path, seed = _path(recording), case.seed_for(0)
     own = EntropyCurve.of(path, seed)
     if own.undefined:
@@ -110,7 +110,7 @@ def diffuse_then_compress(case: TrialCase) -> Finding:
     twins = list(_twins(case, recording, seed))
     measured = {"rise": own.rise, "trend": own.trend, "above the start": own.above_start, "fall": own.fall}
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={name: Replicates(each, "prompts", confidence=confidence) for name, each in measured.items()},
         controls={name: _evidence(each, confidence) for name, each in differences.items()},
         described=_described(twins),
@@ -138,7 +138,7 @@ def _entropies(path: Trajectory, rows: np.ndarray) -> tuple[np.ndarray, str]:
     kept = torch.as_tensor(rows, device=path.states.device)
     weights = None if path.weights is None else path.weights[:, kept]
     part = Trajectory(path.times, path.states[:, kept], weights, axis=path.axis, replicate=path.replicate)
-    common = CommonRange.of(part)
+    common = PooledClouds.of(part)
     values = [common.pseudo_values(k, lambda each: each.gaussian_entropy) for k in range(len(part.states))]
     return torch.stack(values).cpu().numpy(), common.undefined_text if common.undefined else ""
 

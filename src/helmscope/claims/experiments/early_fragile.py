@@ -10,10 +10,10 @@ from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import prompts_or_finding
-from helmscope.claims.rank_correlation import jackknife_values, rank_correlation, spearman
+from helmscope.claims.rank_correlation import SpearmanCorrelation, jackknife_values, spearman
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
-from helmscope.observe.layer_ablation_damage import AblationForm, LayerPart, layer_ablation_damage
+from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, layer_ablation_damage
 from helmscope.stats.change_point import change_point_errors
 from helmscope.stats.scales import BoundedScale, LogScale
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
-NOISE = AblationForm.NOISE
+NOISE = AblationKind.NOISE
 CORRELATION = BoundedScale((-1.0, 1.0))
 NO_RANGE = "noise does the same damage in every layer, so that there is no correlation with depth"
 
@@ -32,7 +32,7 @@ NO_RANGE = "noise does the same damage in every layer, so that there is no corre
 def early_fragile(case: TrialCase) -> Finding:
     """Spearman's correlation, over the layers without the skipped ones, of depth and of the divergence of the
     next-token distribution under noise of matched relative norm; the mean over prompts and draws of noise. Its interval
-    is a jackknife over layers.
+    is that of independent layers (``spearman_interval``).
 
     Described: zero and mean ablation, half-layers, the loss, what later layers repair, the first prompts' values of
     untrained twins, and the held-out error of a change-point in the logarithm of the damage over that of a trend.
@@ -42,18 +42,18 @@ def early_fragile(case: TrialCase) -> Finding:
     )
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     layers = _layers(case, recording)
     if len(layers) < case.constant("least_layers"):
         least = case.constant("least_layers")
         return Finding.impossible(f"the replicates are layers, of which it needs {least}, and has {len(layers)}")
-    forms = [AblationForm.ZERO, NOISE] if case.quick else list(AblationForm)
+    kinds = [AblationKind.ZERO, NOISE] if case.quick else list(AblationKind)
     parts = [LayerPart.LAYER] if case.quick else list(LayerPart)
-    measured = _fragility(case, recording, forms=forms, parts=parts)
+    measured = _fragility(case, recording, kinds=kinds, parts=parts)
     whole = measured.sel(part=LayerPart.LAYER.value)
     damage = _damage(whole, layers)
     depth = np.array(layers, dtype=float)
-    few = case.subject.recording_of(prompts.texts[: _few(case)])
+    few = case.subject.record(prompts.texts[: _few(case)])
     return Finding(
         evidence={
             "matched correlation": _correlation(case, damage, depth),
@@ -69,7 +69,7 @@ def early_fragile(case: TrialCase) -> Finding:
         remark=_remark(case, whole, damage, layers),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; blocks that write nothing and untrained "
         f"twins on {_few(case)} of them",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
@@ -85,13 +85,13 @@ def _fragility(
     case: TrialCase,
     recording: Recording,
     *,
-    forms: list[AblationForm],
+    kinds: list[AblationKind],
     parts: list[LayerPart],
     draws: int | None = None,
 ) -> xr.Dataset:
     return layer_ablation_damage(
         recording,
-        forms=forms,
+        kinds=kinds,
         parts=parts,
         relative_norm=case.constant("relative_norm"),
         draws=draws or case.count(case.constant("draws"), quick=case.constant("draws_quick")),
@@ -100,14 +100,14 @@ def _fragility(
     )
 
 
-def _damage(whole: xr.Dataset, layers: list[int], form: AblationForm = NOISE, name: str = "kl") -> np.ndarray:
+def _damage(whole: xr.Dataset, layers: list[int], kind: AblationKind = NOISE, name: str = "kl") -> np.ndarray:
     """The mean over prompts, by layer."""
-    return np.asarray(whole[name].sel(form=form.value, layer=layers).mean("prompt").values)
+    return np.asarray(whole[name].sel(kind=kind.value, layer=layers).mean("prompt").values)
 
 
 def _noise(case: TrialCase, recording: Recording, layers: list[int]) -> np.ndarray:
     """The damage of one draw of noise, by layer."""
-    measured = _fragility(case, recording, forms=[NOISE], parts=[LayerPart.LAYER], draws=1)
+    measured = _fragility(case, recording, kinds=[NOISE], parts=[LayerPart.LAYER], draws=1)
     return _damage(measured.sel(part=LayerPart.LAYER.value), layers)
 
 
@@ -119,7 +119,7 @@ def _correlation(case: TrialCase, damage: np.ndarray, depth: np.ndarray) -> Evid
     """The rank correlation with depth of damage that varies over layers."""
     if not _varies(case, damage):
         return PremiseImpossible(NO_RANGE)
-    return rank_correlation(damage[:, None], depth[:, None])
+    return SpearmanCorrelation(damage, depth)
 
 
 def _change_point(damage: np.ndarray, depth: np.ndarray) -> Evidence:
@@ -145,31 +145,31 @@ def _permuted(case: TrialCase, damage: np.ndarray, depth: np.ndarray) -> Evidenc
 
 def _planted(case: TrialCase, depth: np.ndarray) -> Evidence:
     """The correlation of a planted damage that falls from 1 to 0 over the layers, with noise."""
-    noise = case.constant("planted_noise") * case.normal(len(depth), stream=2).numpy()
+    noise = case.constant("planted_noise") * case.normal(len(depth), index=2).numpy()
     fall = np.linspace(1.0, 0.0, len(depth)) + noise
-    return rank_correlation(fall[:, None], depth[:, None])
+    return SpearmanCorrelation(fall, depth)
 
 
 def _described(case: TrialCase, measured: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
     """Other forms, parts and measures, and the share of the change of the state that later layers repair."""
     depth, rows = np.array(layers, dtype=float), {}
     for part in measured.part.values.tolist():
-        for form in AblationForm:
-            if form.value not in measured.form.values or (part == LayerPart.LAYER.value and form is NOISE):
+        for kind in AblationKind:
+            if kind.value not in measured.kind.values or (part == LayerPart.LAYER.value and kind is NOISE):
                 continue
-            damage = _damage(measured.sel(part=part), layers, form)
-            rows[f"correlation, {form.value} ablation of {part}"] = _correlation(case, damage, depth)
+            damage = _damage(measured.sel(part=part), layers, kind)
+            rows[f"correlation, {kind.value} ablation of {part}"] = _correlation(case, damage, depth)
     whole = measured.sel(part=LayerPart.LAYER.value)
     loss = _damage(whole, layers, NOISE, "loss_increase")
     rows["correlation of the increase of the loss, noise"] = _correlation(case, loss, depth)
-    by_prompt = whole.kl.sel(form=NOISE.value, layer=layers).transpose("prompt", "layer").values
+    by_prompt = whole.kl.sel(kind=NOISE.value, layer=layers).transpose("prompt", "layer").values
     each = [spearman(values, depth) for values in by_prompt]
     if np.isfinite(each).all():
         rows["correlation, noise, prompt by prompt"] = Replicates(each, "prompts", CORRELATION)
-    for form in measured.form.values.tolist():
-        share = whole.repaired_share.sel(form=form, layer=layers[:-1]).mean("layer", skipna=False).values
+    for kind in measured.kind.values.tolist():
+        share = whole.repaired_share.sel(kind=kind, layer=layers[:-1]).mean("layer", skipna=False).values
         if np.isfinite(share).all():
-            rows[f"share of the change that later layers repair, {form}"] = Replicates(share, "prompts")
+            rows[f"share of the change that later layers repair, {kind}"] = Replicates(share, "prompts")
     return rows
 
 
@@ -184,17 +184,17 @@ def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int]) -> dic
 
 
 def _curves(whole: xr.Dataset) -> xr.Dataset:
-    values = whole.kl.transpose("prompt", "layer", "form").values
-    axes = {"layer": whole.layer.values.tolist(), "ablation": whole.form.values.tolist()}
+    values = whole.kl.transpose("prompt", "layer", "kind").values
+    axes = {"layer": whole.layer.values.tolist(), "ablation": whole.kind.values.tolist()}
     return curve(
         "damage", values, axes, label="KL divergence of the next-token distribution (nats)", log=True, over="prompt"
     )
 
 
 def _remark(case: TrialCase, whole: xr.Dataset, damage: np.ndarray, layers: list[int]) -> str:
-    first = float(whole.kl.sel(form=NOISE.value).isel(layer=0).mean())
-    zero = _damage(whole, layers, AblationForm.ZERO)
-    repaired = whole.repaired_share.sel(form=NOISE.value, layer=layers[:-1]).mean("prompt")
+    first = float(whole.kl.sel(kind=NOISE.value).isel(layer=0).mean())
+    zero = _damage(whole, layers, AblationKind.ZERO)
+    repaired = whole.repaired_share.sel(kind=NOISE.value, layer=layers[:-1]).mean("prompt")
     left_out = " Mean ablation, half-layers and more than one draw of noise: not tried in quick." if case.quick else ""
     return (
         f"Without layer {', '.join(map(str, case.constant('skipped_layers')))} the damage of noise runs from "

@@ -11,7 +11,7 @@ from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
-from helmscope.observe.attention_noise import AttentionNoiseSpectrum
+from helmscope.observe.attention_diffusion import AttentionDiffusionSpectrum
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
@@ -33,27 +33,25 @@ def elliptic(case: TrialCase) -> Finding:
         return trial.without_ruling
     tokens = case.count(4, quick=2)
 
-    def spectrum(**options: int) -> AttentionNoiseSpectrum:
-        return AttentionNoiseSpectrum(
-            tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"), **options
-        )
+    def spectrum(**options: int) -> AttentionDiffusionSpectrum:
+        return AttentionDiffusionSpectrum(tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"), **options)
 
-    single = OneHead(tokens=1, seed=case.seed, tolerance=case.constant("rank_tolerance"))
+    single = OneHead(tokens=1, seed=case.seed, tol=case.constant("rank_tolerance"))
     planted = PlantedSigma()
     measured = trial.recording.replay(spectrum(), planted)
     anatomy = trial.recording.anatomy
     dim = anatomy.dim - (2 if anatomy.centered else 1)
     enough = math.ceil(dim / (anatomy.layers[0].heads or 1)) + 1
-    late = trial.few.replay(spectrum(skip=enough - 1))["attention_noise_spectrum"].smallest_eigenvalue
+    late = trial.few.replay(spectrum(skip=enough - 1))["attention_diffusion_spectrum"].smallest_eigenvalue
     alone = trial.few.replay(single)[single.name]
-    found, isotropic = measured["attention_noise_spectrum"], measured[planted.name]
+    found, isotropic = measured["attention_diffusion_spectrum"], measured[planted.name]
 
     def silent(recording: Recording) -> Evidence:
-        return every_layer(recording.replay(spectrum())["attention_noise_spectrum"].smallest_eigenvalue)
+        return every_layer(recording.replay(spectrum())["attention_diffusion_spectrum"].smallest_eigenvalue)
 
     rank, bound = (found[name].mean("head").mean("layer").values for name in ("rank", "rank_bound"))
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={
             "smallest eigenvalue": every_layer(found.smallest_eigenvalue),
             "rank per head": over_prompts(rank / dim),

@@ -40,7 +40,7 @@ def encoder_decoder(case: TrialCase) -> Finding:
     n, dim, level, shape_beta = (case.constant(name) for name in ("tokens", "dim", "level", "beta_of_shape"))
     horizons = dict(zip(case.constant("betas"), case.constant("horizons"), strict=True))  # the time allowed at a beta
     count = case.count(40, quick=32)
-    x, y = (retract(case.normal(count, n, dim, stream=k)) for k in range(2))
+    x, y = (retract(case.normal(count, n, dim, index=k)) for k in range(2))
     runs = {
         (beta, mask): _Run.of(SA(beta=beta, causal=mask), x, level, end)
         for beta, end in horizons.items()

@@ -42,19 +42,19 @@ def energy_rises(case: TrialCase) -> Finding:
     times = [step * k for k in range(steps + 1)]
     starts, middle, eye = case.count(256, quick=96), betas[1], torch.eye(dim, dtype=torch.float64)
     listed = ", ".join(f"{beta:g}" for beta in betas)
-    x = sphere.retract(case.normal(starts, n, dim, stream=0))
+    x = sphere.retract(case.normal(starts, n, dim, index=0))
     up = [path(SA(beta=beta, value=eye), x, times) for beta in betas]
     down = [path(SA(beta=beta, value=-eye), x, times) for beta in betas]
     flat = [path(USA(beta=beta, value=sign * eye), x, times, math.exp(-beta)) for beta in betas for sign in (1.0, -1.0)]
     layered, repelled = ([through_layers(SA(beta=beta, value=v), x, layers) for beta in betas] for v in (eye, -eye))
-    b, v = case.normal(2, PAIRS, dim, dim, stream=1) / dim**0.5
+    b, v = case.normal(2, PAIRS, dim, dim, index=1) / dim**0.5
     symmetric = (b + b.mT) / 2
     signs = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
     unrelated, related = (
         _energies(middle, x, times, b, v),
         _energies(middle, x, times, symmetric, signs[:, None, None] * symmetric),
     )
-    clouds = sphere.retract(case.normal(CLOUDS, n, dim, stream=2))
+    clouds = sphere.retract(case.normal(CLOUDS, n, dim, index=2))
     overshooting = [f"{float((smallest(energy, -1.0) < 0).double().mean()):.0%}" for energy in repelled]
     plotted = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
     gained = ((plotted - plotted[0]) / (plotted.amax(0) - plotted.amin(0))).transpose(0, 1)

@@ -115,7 +115,7 @@ def _simulated(case: TrialCase) -> Finding:
 
 def random_settings(case: TrialCase, count: int) -> Settings:
     """Random harmonics for every case."""
-    log_density, drift, log_sigma = (random_harmonics(case, count, HARMONICS, stream=k) for k in range(3))
+    log_density, drift, log_sigma = (random_harmonics(case, count, HARMONICS, index=k) for k in range(3))
     return Settings(SPREAD * log_density, drift, SPREAD * log_sigma)
 
 
@@ -149,7 +149,7 @@ def _of_model(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "force", mlp=True, gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     refused = entropy_change_unsupported(recording) or _too_few_layers(recording)
     if refused is not None:
         return Finding.impossible(refused)
@@ -167,7 +167,7 @@ def _of_model(case: TrialCase) -> Finding:
         silent = Replicates(slopes(again.surface_divergence.values.T, again.entropy_change.values.T), "prompts")
     each = {"exact": exact, "predicted": predicted}
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={"slope": Replicates(slopes(predicted, exact), "prompts")},
         controls={
             "divergences of other layers": Replicates(slopes(permuted, exact), "prompts"),

@@ -45,9 +45,9 @@ def extremes(case: TrialCase) -> Finding:
     crossings, beyond, reversals, positions, at_points = ([] for _ in range(5))
     highest, lowest = 0.0, math.inf
     lean = torch.linspace(0, LEAN, clouds, dtype=torch.float64)[:, None, None]
-    for stream, (dim, beta) in enumerate(itertools.product(dims, betas)):
+    for index, (dim, beta) in enumerate(itertools.product(dims, betas)):
         pole = torch.eye(1, dim, dtype=torch.float64)
-        x = retract(case.normal(clouds, tokens, dim, stream=stream) + dim**0.5 * lean * pole)
+        x = retract(case.normal(clouds, tokens, dim, index=index) + dim**0.5 * lean * pole)
         bottom, top = min_energy(beta=beta, dim=dim), max_energy(beta=beta)
         energy = torch.stack([_energies(x, beta, sign) for sign in SIGNS], -1)  # (cloud, time, way)
         crossings.append(crossing(energy, bottom, top))
@@ -87,9 +87,9 @@ def _relative_gap(energy: Tensor, exact: float) -> Tensor:
 def _uniform_gaps(case: TrialCase) -> Tensor:
     """The relative difference from E_min of the uniform distribution's energy, by randomly rotated quadratures."""
     errors = []
-    for stream, (dim, beta) in enumerate(itertools.product(ROTATIONS, case.constant("betas")), start=100):
+    for index, (dim, beta) in enumerate(itertools.product(ROTATIONS, case.constant("betas")), start=100):
         x, weights = _polygon() if dim == 2 else _sphere_quadrature()
-        rotations = torch.linalg.qr(case.normal(ROTATIONS[dim], dim, dim, stream=stream)).Q
+        rotations = torch.linalg.qr(case.normal(ROTATIONS[dim], dim, dim, index=index)).Q
         energy = interaction_energy(retract(x @ rotations), beta=beta, weights=weights)
         errors.append(_relative_gap(energy, min_energy(beta=beta, dim=dim)))
     return torch.cat(errors)

@@ -53,14 +53,14 @@ def finite_time(case: TrialCase) -> Finding:
     starts = case.count(128, quick=64)
     x = Orthonormal(n=n, dim=dim).sample(starts, seed=case.seed_for(0))
     clock = STEP * torch.arange(round(LENGTH / STEP) + 1, dtype=torch.float64)
-    beta, speed = (torch.special.ndtr(case.normal(starts, stream=stream)) for stream in (1, 4))
+    beta, speed = (torch.special.ndtr(case.normal(starts, index=index)) for index in (1, 4))
     beta = largest * beta
     slowest, fastest = case.constant("merging_speeds")
     merging = FiniteTimeMerging(slowest + (fastest - slowest) * speed, case.constant("merging_power"))
-    decay = ExponentialDecay(0.75 + case.normal(starts, stream=2).abs() / 2)
+    decay = ExponentialDecay(0.75 + case.normal(starts, index=2).abs() / 2)
     ratios = [speed_up(clock, gaps(field, x, clock), *levels) for field in (SA(beta=beta), unit_rate_usa(beta, dim))]
     both = torch.cat(ratios)
-    power = 1 + case.normal(starts, stream=3).abs()
+    power = 1 + case.normal(starts, index=3).abs()
     remaining = 10 ** (-torch.arange(0, 13, 0.02, dtype=torch.float64))
     arrival = speed_up(-remaining, remaining[:, None] ** power, *levels)
     paths = {name: gaps(field, x[:PLOTTED], clock * _unit(field), _unit(field)) for name, field in FLOWS.items()}

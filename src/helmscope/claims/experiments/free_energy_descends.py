@@ -104,7 +104,7 @@ def _simulated(case: TrialCase) -> Finding:
 
 def random_landscapes(case: TrialCase, count: int) -> list[Landscape]:
     """Random U and starts; the coefficients of U have the norm 1, as those of cos t."""
-    potentials, starts = (random_harmonics(case, count, HARMONICS, stream=k) for k in range(2))
+    potentials, starts = (random_harmonics(case, count, HARMONICS, index=k) for k in range(2))
     return [Landscape(u / u.norm(), SPREAD * start) for u, start in zip(potentials, starts, strict=True)]
 
 
@@ -141,7 +141,7 @@ def rate_errors(case: TrialCase, grid: CircleGrid, nu: float) -> Tensor:
     """The relative error of dF/dt = -int |grad(nu log rho - U)|^2 rho - int rho R U' - nu int rho R' at random
     densities with random U and R, against int d_t rho (nu log rho - U).
     """
-    log_density, potential, swirl = (random_harmonics(case, CASES, HARMONICS, stream=2 + k) for k in range(3))
+    log_density, potential, swirl = (random_harmonics(case, CASES, HARMONICS, index=2 + k) for k in range(3))
     log_density, points = SPREAD * log_density, grid.points
     density = harmonic_sum(log_density, points).exp()
     density = density / grid.mean_of(density)[:, None]
@@ -188,7 +188,7 @@ def _of_model(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", "kernel", "replay", "force", mlp=True, gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     refused = unsupported_measurements(recording)[free_energy_along_depth.__name__]
     if refused is not None:
         return Finding.impossible(refused)
@@ -199,7 +199,7 @@ def _of_model(case: TrialCase) -> Finding:
     silent = free_energy_along_depth(silenced(recording), tokens=tokens, predict=False)
     twins = _twins(case, prompts.texts)
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={"change of F": _half_step_changes(measured)},
         controls={"blocks that write nothing": _half_step_changes(silent)},
         described=_described(measured, twins),

@@ -69,7 +69,7 @@ def generator_in_simulation(case: TrialCase) -> Finding:
     """The finding of generator in simulation."""
     scales = case.constant("scales")
     skewed_steps, even_steps = case.constant("skewed_epsilons"), case.constant("symmetric_epsilons")
-    x = retract(case.normal(case.count(64, quick=32), case.constant("tokens"), case.constant("dim"), stream=0))
+    x = retract(case.normal(case.count(64, quick=32), case.constant("tokens"), case.constant("dim"), index=0))
     x = x.expand(case.constant("probes"), *x.shape)
     attention, mlp, phi = SA(beta=case.constant("beta")), _mlp(case), _probes(case)
     drift, second, sampled, split = taylor_remainders(attention, mlp, phi, x, scales)
@@ -119,7 +119,7 @@ def generator_on_model(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     options = {
         "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
         "tokens": case.constant("sampled_tokens"),
@@ -130,7 +130,7 @@ def generator_on_model(case: TrialCase) -> Finding:
     if not own.blocks("explained_share"):
         return Finding.impossible(NOTHING_MOVES)
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={"share of the drift": own.shares("explained_share"), "splitting defect": own.splitting()},
         controls={
             "order on the model": own.every_block("order_second_moment"),
@@ -147,13 +147,13 @@ def generator_on_model(case: TrialCase) -> Finding:
 
 def _mlp(case: TrialCase) -> MLP:
     dim = case.constant("dim")
-    w_in = case.normal(4 * dim, dim, stream=1) / math.sqrt(dim)
-    return MLP(w_in=w_in, w_out=case.normal(dim, 4 * dim, stream=2) / math.sqrt(4 * dim))
+    w_in = case.normal(4 * dim, dim, index=1) / math.sqrt(dim)
+    return MLP(w_in=w_in, w_out=case.normal(dim, 4 * dim, index=2) / math.sqrt(4 * dim))
 
 
 def _probes(case: TrialCase) -> Probe:
     """One probe per index of the first axis."""
-    a, b = case.normal(2, case.constant("probes"), case.constant("dim"), stream=3) / math.sqrt(case.constant("dim"))
+    a, b = case.normal(2, case.constant("probes"), case.constant("dim"), index=3) / math.sqrt(case.constant("dim"))
 
     def phi(y: Tensor) -> Tensor:
         shape = (len(a), *(1,) * (y.ndim - 2), -1)

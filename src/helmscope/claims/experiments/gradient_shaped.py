@@ -39,7 +39,7 @@ def gradient_shaped(case: TrialCase) -> Finding:
         return prompts
     deciding = float(case.constant("deciding_scale"))
     scales = [deciding, FULL_WRITE] if case.quick else case.constant("scales")
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     layers = spaced_layers(recording, case.constant("layers_quick")) if case.quick else list(recording.layers)
     shape = loss_gradient_cosine(recording, scales=scales, layers=layers, seed=case.seed_for(0), progress=False)
     at_start = shape.sel(scale=deciding)
@@ -49,7 +49,7 @@ def gradient_shaped(case: TrialCase) -> Finding:
     few = prompts.texts[: _twin_prompts(case)]
     contrast = TwinContrast(cosine, _twins(case, few, layers, deciding))
     first, second = (_by_prompt(at_start.cosine_permuted.isel(draw=k)) for k in (0, 1))
-    on_few = case.subject.recording_of(few)
+    on_few = case.subject.record(few)
     return Finding(
         evidence={
             "cosine": Replicates(cosine, "prompts"),
@@ -66,7 +66,7 @@ def gradient_shaped(case: TrialCase) -> Finding:
         remark=_remark(shape, contrast, deciding, quick=case.quick),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; twins and two controls on "
         f"{len(few)} of them",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 

@@ -42,8 +42,8 @@ def heads_average(case: TrialCase) -> Finding:
     beta = case.constant("beta")
     errors, fewer_errors, mlp_changes = _velocity_differences(case)
     pairs = case.count(128, quick=64)
-    x = retract(case.normal(pairs, STATES, TOKENS, 3, stream=5))
-    square = case.normal(pairs, PAIR, 3, 3, stream=6)
+    x = retract(case.normal(pairs, STATES, TOKENS, 3, index=5))
+    square = case.normal(pairs, PAIR, 3, 3, index=6)
     forms = (square + square.mT) / 2
     rates, squares, scales = torch.stack(
         [
@@ -99,8 +99,8 @@ def _velocity_differences(case: TrialCase) -> tuple[Tensor, Tensor, Tensor]:
     """
     sets = case.count(96, quick=32)
     shape = (sets, HEADS, DIM, DIM)
-    forms, values, inward, outward = (case.normal(*shape, stream=k) / DIM**0.5 for k in range(4))
-    clouds = retract(case.normal(sets, CLOUDS, TOKENS, DIM, stream=4))
+    forms, values, inward, outward = (case.normal(*shape, index=k) / DIM**0.5 for k in range(4))
+    clouds = retract(case.normal(sets, CLOUDS, TOKENS, DIM, index=4))
     errors, fewer_errors, mlp_changes = [], [], []
     for s, x in enumerate(clouds):
         differences, fewer, from_printed = [], [], []

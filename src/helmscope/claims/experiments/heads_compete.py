@@ -36,7 +36,7 @@ def heads_compete(case: TrialCase) -> Finding:
     )
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     hidden = [layer for layer in recording.layers if recording.anatomy.layers[layer].heads is None]
     if hidden or not recording.anatomy.tapped:
         return Finding.impossible(f"the family of {case.subject.name} hides its heads, so that none can be ablated")
@@ -56,7 +56,7 @@ def heads_compete(case: TrialCase) -> Finding:
         remark=_remark(case, measured),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; "
         f"{pluralized(len(differences), 'matched pair')} of heads",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
@@ -64,7 +64,7 @@ def _interaction(case: TrialCase, recording: Recording) -> xr.Dataset:
     return head_interaction(
         recording,
         pairs=case.count(case.constant("pairs"), quick=case.constant("pairs_quick")),
-        tolerance=case.constant("tolerance"),
+        tol=case.constant("tolerance"),
         min_damage=case.constant("smallest_damage"),
         seed=case.seed_for(0),
         progress=False,
@@ -72,9 +72,9 @@ def _interaction(case: TrialCase, recording: Recording) -> xr.Dataset:
 
 
 def _logs(measured: xr.Dataset) -> np.ndarray:
-    """log(joint / summed) over (kind, pair); damages are means over prompts."""
+    """log(joint / summed) over (pair_kind, pair); damages are means over prompts."""
     means = measured.mean("prompt")
-    return np.asarray(np.log(means.joint / means.summed).values)
+    return np.asarray(np.log(means.joint_damage / means.summed_damage).values)
 
 
 def _differences(measured: xr.Dataset) -> np.ndarray:
@@ -112,7 +112,7 @@ def _ratios(measured: xr.Dataset) -> dict[str, Evidence]:
     if measured.sizes["pair"] < 2:
         return {}
     logs = _logs(measured)
-    kinds = measured.kind.values.tolist()
+    kinds = measured.pair_kind.values.tolist()
     return {
         f"joint over summed damage, {kind}": Replicates(np.exp(values), "pairs", LogScale())
         for kind, values in zip(kinds, logs, strict=True)

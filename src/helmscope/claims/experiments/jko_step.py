@@ -30,7 +30,7 @@ from helmscope.meanfield.evolve import evolve
 from helmscope.meanfield.gaussian import Gaussian
 from helmscope.meanfield.jko import jko_step as minimizing_step
 from helmscope.meanfield.jko_gaussian import gaussian_jko_step
-from helmscope.observe.jko_layer import LayerSteps, jko_unsupported
+from helmscope.observe.jko_step_test import LayerSteps, jko_unsupported
 from helmscope.observe.pairs import without_first_token
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.claims.evidence import Evidence
-    from helmscope.observe.layer_energy import LayerEnergy
+    from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
 
 DEGREE, TOKENS, NEURONS, TOLERANCE = 48, 512, 4, 1e-7
 SPREAD = 0.5  # size of the coefficients of log rho
@@ -115,7 +115,7 @@ def _simulated(case: TrialCase) -> Finding:
 
 def _on_model(case: TrialCase) -> Finding:
     """1 - W2(output, minimizer) / W2(input, minimizer) between Gaussian laws of all tokens before and after a layer, on
-    the half of the prompts on which nothing was fitted, as jackknife pseudo-values (``observe.jko_layer``).
+    the half of the prompts on which nothing was fitted, as jackknife pseudo-values (``observe.jko_step_test``).
 
     Controls take the potential of the next layer, with a tau of its own, and the states of a model whose blocks write
     nothing. Described: the shares in the leading principal axes and of the MLP half-step alone, with attention as the
@@ -135,7 +135,7 @@ def _on_model(case: TrialCase) -> Finding:
     means = found.gap_closed_share.mean("prompt").values
     lowest = {name: found[name].isel(layer=int(np.argmin(found[name].mean("prompt").values))) for name in SHARES}
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={"share of the gap closed": _every(list(found.gap_closed_share.values), steps.layers)},
         controls={
             "potential of another layer": _every(_shares(steps, others), steps.layers),
@@ -174,15 +174,19 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
     return ReplicatesInEveryCase([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
 
 
-def _shares(steps: LayerSteps, energies: Mapping[int, LayerEnergy]) -> list[np.ndarray]:
+def _shares(steps: LayerSteps, energies: Mapping[int, QuadraticFreeEnergy]) -> list[np.ndarray]:
     """The pseudo-values of the share of every layer, for given energies."""
-    return [steps.shares(layer, steps.fitted(layer, energy=energies[layer])) for layer in steps.layers]
+    found = []
+    for layer in steps.layers:
+        step = steps.fitted(layer, energy=energies[layer])
+        found.append(steps.shares(layer, step, energies[layer]))
+    return found
 
 
-def _exchanged(energies: Mapping[int, LayerEnergy], layers: list[int]) -> dict[int, LayerEnergy]:
+def _exchanged(energies: Mapping[int, QuadraticFreeEnergy], layers: list[int]) -> dict[int, QuadraticFreeEnergy]:
     """The energy of each layer with the potential of the next one; the last has that of the first."""
     following = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
-    return {layer: replace(energies[following[layer]], nu=energies[layer].nu) for layer in layers}
+    return {layer: energies[following[layer]].with_noise_of(energies[layer]) for layer in layers}
 
 
 def _fallen(found: xr.Dataset) -> str:
@@ -211,8 +215,8 @@ MINIMIZERS = (RIGHT, "-U", "U of another block", "without T", "attention twice")
 def random_layers(case: TrialCase, count: int) -> list[Layer]:
     """Blocks with random neurons, f = sum_j v_j tanh(<v_j, x> + c_j) with |v_j| = 1, and random starts."""
     attention = SA(beta=case.constant("beta"))
-    starts = SPREAD * random_harmonics(case, count, HARMONICS, stream=0)
-    neurons, biases = retract(case.normal(count, NEURONS, 2, stream=1)), case.normal(count, NEURONS, stream=2)
+    starts = SPREAD * random_harmonics(case, count, HARMONICS, index=0)
+    neurons, biases = retract(case.normal(count, NEURONS, 2, index=1)), case.normal(count, NEURONS, index=2)
     mlps = [MLP(w_in=v, w_out=v.mT, b_in=c, activation=Tanh()) for v, c in zip(neurons, biases, strict=True)]
     return [Layer(Block(attention, mlp), start) for mlp, start in zip(mlps, starts, strict=True)]
 
@@ -262,7 +266,7 @@ def minimizers(layer: Layer, other: Layer, start: Density, tau: float, nu: float
 
 def fixed_point_errors(case: TrialCase, tau: float, nu: float) -> list[float]:
     """How far a step moves the covariance nu K^-1 of a Gaussian, relative to it, for random K."""
-    sample = case.normal(case.constant("inputs"), DIM, DIM + 1, stream=3)
+    sample = case.normal(case.constant("inputs"), DIM, DIM + 1, index=3)
     axes = torch.linalg.qr(sample[..., :DIM]).Q
     values = SOFTEST + (STIFFEST - SOFTEST) * torch.special.ndtr(sample[..., DIM])
     return [fixed_point_error((q * k) @ q.mT, (q / k) @ q.mT, tau, nu) for q, k in zip(axes, values, strict=True)]

@@ -13,20 +13,23 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.query_key import GaugeTransform
-from helmscope.intervene.query_key_edit import Blur, Normalize, match_strengths
-from helmscope.models.sites import Site
-from helmscope.observe.damage import damage_under_edits
+from helmscope.observe.query_key_change_damage import (
+    ChangeStrength,
+    QueryKeyChange,
+    query_key_change,
+    query_key_change_damage,
+)
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
-    from helmscope.intervene.query_key_edit import QueryKeyEdit
     from helmscope.models.recording import Recording
 
 NO_DAMAGE = "the change of the queries does no damage, so that there is no ratio"
 SILENT_PROMPTS = 2
-CHANGES = ("normalized", "blurred")
+CHANGES = tuple(QueryKeyChange)
+NORMALIZED = (QueryKeyChange.NORMALIZED,)
 
 
 @experiment("key-norm", seconds={"model": 45})
@@ -37,13 +40,13 @@ def key_norm(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    few = case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])
+    few = case.subject.record(prompts.texts[:SILENT_PROMPTS])
     try:
-        _matched(case, few, CHANGES)
+        query_key_change(few, QueryKeyChange.NORMALIZED, ChangeStrength.MATCHED)
     except HelmscopeError as error:
         return Finding.impossible(str(error))
-    recording = case.subject.recording_of(prompts.texts)
-    ratios = _ratios(recording, _matched(case, recording, CHANGES))
+    recording = case.subject.record(prompts.texts)
+    ratios = _ratios(case, recording)
     if not all(np.isfinite(ratio).all() for ratio in ratios.values()):
         return Finding.impossible(NO_DAMAGE)
     contrasts = _twins(case, prompts.texts, ratios)
@@ -62,51 +65,33 @@ def key_norm(case: TrialCase) -> Finding:
         described=described | _as_printed(case, recording),
         remark=_remark(case, contrasts),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
-def _matched(
-    case: TrialCase, recording: Recording, changes: tuple[str, ...]
-) -> dict[str, tuple[QueryKeyEdit, QueryKeyEdit]]:
-    """The change of the queries and that of the keys, at matched strengths, by name."""
-    found: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]] = {}
-    if "normalized" in changes:
-        queries, keys = Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY, centered=True)
-        found["normalized"] = match_strengths(recording, queries, keys)
-    if "blurred" in changes:
-        found["blurred"] = match_strengths(recording, *_blurs(case))
-    return found
-
-
-def _blurs(case: TrialCase) -> tuple[Blur, Blur]:
-    kernel = case.constant("kernel")
-    return Blur(site=Site.QUERY, window=kernel), Blur(site=Site.KEY, window=kernel)
-
-
-def _ratios(recording: Recording, changes: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]]) -> dict[str, np.ndarray]:
+def _ratios(
+    case: TrialCase,
+    recording: Recording,
+    strength: ChangeStrength = ChangeStrength.MATCHED,
+    changes: tuple[QueryKeyChange, ...] = CHANGES,
+) -> dict[str, np.ndarray]:
     """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
-    edits = {f"{name} {side}": edit for name, pair in changes.items() for side, edit in enumerate(pair)}
-    kl = damage_under_edits(recording, edits, progress=False).kl
-    queries = {name: kl.sel(edit=f"{name} 0").values for name in changes}
-    return {
-        name: np.asarray(kl.sel(edit=f"{name} 1").values / np.where(of_queries > 0, of_queries, np.nan))
-        for name, of_queries in queries.items()
-    }
+    window = case.constant("kernel")
+    damage = query_key_change_damage(recording, changes=changes, strengths=[strength], window=window, progress=False)
+    return {change.value: damage.ratio.sel(change=change.value).isel(strength=0).values for change in changes}
 
 
 def _silent(case: TrialCase, recording: Recording) -> Evidence:
     """The ratio where blocks write nothing."""
-    silent = silenced(recording)
-    ratio = _ratios(silent, _matched(case, silent, ("normalized",)))["normalized"]
+    ratio = _ratios(case, silenced(recording), changes=NORMALIZED)["normalized"]
     return Replicates(ratio, "prompts", LogScale()) if np.isfinite(ratio).all() else PremiseImpossible(NO_DAMAGE)
 
 
 def _gauge(case: TrialCase, texts: tuple[object, ...]) -> Evidence:
     """The ratios of normalized sides after the gauge over those before it, on some of the prompts."""
-    recording = case.subject.recording_of(texts)
+    recording = case.subject.record(texts)
     gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
-    after, before = (_ratios(each, _matched(case, each, ("normalized",)))["normalized"] for each in (gauged, recording))
+    after, before = (_ratios(case, each, changes=NORMALIZED)["normalized"] for each in (gauged, recording))
     return Replicates(after / before, "prompts")
 
 
@@ -114,10 +99,7 @@ def _twins(case: TrialCase, texts: tuple[object, ...], ratios: dict[str, np.ndar
     """The logarithms of the ratios beside those of the untrained twins."""
     some = texts[: case.count(case.constant("twin_prompts"), quick=case.constant("twin_prompts_quick"))]
     twins = case.count(case.constant("twins"), quick=case.constant("twins_quick"))
-    found = [
-        _ratios(twin, _matched(case, twin, CHANGES))
-        for twin in case.subject.twin_recordings(twins, seed=case.seed, texts=some)
-    ]
+    found = [_ratios(case, twin) for twin in case.subject.twin_recordings(twins, seed=case.seed, texts=some)]
     return {
         name: TwinContrast(np.log(ratio), np.log(np.stack([each[name] for each in found])))
         for name, ratio in ratios.items()
@@ -128,11 +110,7 @@ def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
     """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
     if case.quick:
         return {}
-    full: dict[str, tuple[QueryKeyEdit, QueryKeyEdit]] = {
-        "normalized": (Normalize.of(recording, site=Site.QUERY), Normalize.of(recording, site=Site.KEY)),
-        "blurred": _blurs(case),
-    }
-    ratios = _ratios(recording, full)
+    ratios = _ratios(case, recording, ChangeStrength.AS_PRINTED)
     return {f"ratio, {name}, as printed": Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()}
 
 

@@ -28,7 +28,7 @@ def kuramoto(case: TrialCase) -> Finding:
     The order in beta of a difference is the slope of its log between the smallest and the largest beta.
     """
     betas, tokens = case.constant("betas"), case.constant("tokens")
-    theta = torch.pi * case.normal(case.constant("inputs"), tokens, stream=0)
+    theta = torch.pi * case.normal(case.constant("inputs"), tokens, index=0)
     differences = theta[:, None, :] - theta[:, :, None]
     sine, cosine = differences.sin(), differences.cos()
     sums = sine.mean(-1)

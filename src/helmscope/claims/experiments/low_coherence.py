@@ -43,7 +43,7 @@ def low_coherence(case: TrialCase) -> Finding:
     if unmet is not None:
         return Finding.impossible(unmet)
     prompts, _ = choose_prompts(case.count(32, quick=8), case.subject, gap=1)
-    recording = case.subject.recording_of(prompts)
+    recording = case.subject.record(prompts)
     refused = recording.unsupported_reason(MlpJacobian())
     if refused is not None:
         return Finding.impossible(refused)

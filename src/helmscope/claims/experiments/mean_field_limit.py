@@ -131,11 +131,11 @@ def log_slope(sizes: Sequence[int], distances: Tensor) -> Tensor:
 def _on_circle(case: TrialCase) -> CircleDistances:
     own, other = _limits(case, CircleGrid(degree=CIRCLE_DEGREE))
     seeds = _seeds(case, 2)
-    level = torch.special.ndtr(case.normal(seeds, 1, stream=1))
+    level = torch.special.ndtr(case.normal(seeds, 1, index=1))
     columns: list[tuple[Tensor, ...]] = []
     for k, n in enumerate(_sizes(case)[0]):
-        tokens = _moved(case, n, dim=2, stream=2 + 2 * k)
-        independent = quantile_points(own, torch.special.ndtr(case.normal(seeds, n, stream=3 + 2 * k)))
+        tokens = _moved(case, n, dim=2, index=2 + 2 * k)
+        independent = quantile_points(own, torch.special.ndtr(case.normal(seeds, n, index=3 + 2 * k)))
         regular = quantile_points(own, (torch.arange(n) + level) / n)
         columns.append(tuple(_circle_w2(cloud, law) for cloud, law in (
             (tokens, own), (tokens, other), (independent, own), (regular, own))))  # fmt: skip
@@ -170,7 +170,7 @@ def _on_sphere(case: TrialCase) -> SphereDistances:
     frames = random_frames(case.constant("slices"), 3, seed=case.seed_for(100))
     columns = []
     for k, n in enumerate(_sizes(case)[1]):
-        tokens = _moved(case, n, dim=3, stream=101 + 2 * k)
+        tokens = _moved(case, n, dim=3, index=101 + 2 * k)
         independent = zonal_samples(own, seeds, n, case.seed_for(102 + 2 * k))
         columns.append(tuple(_sliced_w2(cloud, law, frames) for cloud, law in (
             (tokens, own), (tokens, other), (independent, own))))  # fmt: skip
@@ -207,9 +207,9 @@ def _limits(case: TrialCase, grid: CircleGrid | SphereGrid) -> tuple[Density, De
     return own, other
 
 
-def _moved(case: TrialCase, n: int, *, dim: int, stream: int) -> Tensor:
+def _moved(case: TrialCase, n: int, *, dim: int, index: int) -> Tensor:
     """Tokens (seed, n, dim), sampled from the start and moved by SA."""
     seeds = _seeds(case, dim)
-    x = VonMisesFisher(n=n, dim=dim, kappa=case.constant("kappa")).sample(seeds, seed=case.seed_for(stream))
+    x = VonMisesFisher(n=n, dim=dim, kappa=case.constant("kappa")).sample(seeds, seed=case.seed_for(index))
     with using_summation(Harmonic()):  # as accurate as the sum over all pairs, and linear in n
         return integrate(SA(beta=case.constant("beta")), x, [_time(case, dim)], stepper=RK4(STEP)).states[0]

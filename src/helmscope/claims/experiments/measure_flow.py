@@ -32,9 +32,9 @@ def measure_flow(case: TrialCase) -> Finding:
     dim, tokens, count, betas = (case.constant(name) for name in ("dim", "tokens", "clouds", "betas"))
     slope = case.constant("bias_slope")  # by distance, as in the first of ALiBi's eight heads
     matrices = case.count(64, quick=16)
-    orders, picks = (case.normal(len(betas), matrices, tokens, stream=k).argsort(-1) for k in (0, 1))
-    square = case.normal(2, len(betas), matrices, dim, dim, stream=2) / dim**0.5
-    clouds = retract(case.normal(len(betas), matrices, count, tokens, dim, stream=3))
+    orders, picks = (case.normal(len(betas), matrices, tokens, index=k).argsort(-1) for k in (0, 1))
+    square = case.normal(2, len(betas), matrices, dim, dim, index=2) / dim**0.5
+    clouds = retract(case.normal(len(betas), matrices, count, tokens, dim, index=3))
     by_case: list[list[Tensor]] = [[] for _ in CASES]
     printed = []
     for b, beta in enumerate(betas):

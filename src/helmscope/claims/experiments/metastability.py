@@ -44,7 +44,7 @@ def metastability(case: TrialCase) -> Finding:
     """
     betas, gammas, sizes = (case.constant(name) for name in ("betas", "gammas", "sizes"))
     dim, spread, met = (case.constant(name) for name in ("dim", "spread", "met"))
-    noise = spread * case.normal(case.count(64, quick=32), 2, max(sizes) // 2, dim, stream=0)
+    noise = spread * case.normal(case.count(64, quick=32), 2, max(sizes) // 2, dim, index=0)
     cells = [_merge_times(beta, torch.stack([_clusters(g0, noise, n=16) for g0 in gammas]), met) for beta in betas]
     times, starts = (torch.stack(column) for column in zip(*cells, strict=True))
     ratios = times / torch.stack([_ode_times(beta, start, met) for beta, start in zip(betas, starts, strict=True)])

@@ -46,12 +46,12 @@ def mixture(case: TrialCase) -> Finding:
     n, dim, betas, times = (case.constant(name) for name in ("tokens", "dim", "betas", "times"))
     beta, time, most, largest = (case.constant(name) for name in ("beta", "time", "most_components", "largest_kappa"))
     at_stated = (betas.index(beta), times.index(time))
-    x0 = retract(case.normal(case.count(64, quick=32), n, dim, stream=0))
-    uniform = retract(case.normal(case.count(128, quick=64), n, dim, stream=1))
+    x0 = retract(case.normal(case.count(64, quick=32), n, dim, index=0))
+    uniform = retract(case.normal(case.count(128, quick=64), n, dim, index=1))
     states = torch.stack([_states(each, x0, times) for each in betas])
     start, later, null = (vmf_mixture(x, max_components=most, max_kappa=largest) for x in (x0, states, uniform))
     stated = later.count[at_stated].double()
-    linked = cluster_count(states[at_stated], radius=case.constant("radius"))
+    linked = cluster_count(states[at_stated], max_angle=case.constant("radius"))
     at = f"beta = {beta:g}, t = {time:g}"
     capped = (later.kappas[at_stated] == largest).sum() / later.count[at_stated].sum()
     return Finding(

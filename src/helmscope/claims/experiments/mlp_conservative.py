@@ -21,9 +21,9 @@ from helmscope.fields.jacobian_algebra import JacobianInvariants
 from helmscope.geometry.sphere import retract
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift_and_swirl import DriftAndSwirl
+from helmscope.observe.mlp_force import MlpForce
 from helmscope.observe.mlp_jacobian import MlpJacobian, antisymmetric_share
-from helmscope.observe.mlp_projection import mlp_projection, projection_unsupported
+from helmscope.observe.mlp_swirl_bound import mlp_swirl_bound, swirl_bound_unsupported
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def mlp_conservative(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "force", mlp=True, gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     refused = recording.unsupported_reason(MlpJacobian())
     if refused is not None:
         return Finding.impossible(refused)
@@ -79,7 +79,7 @@ def mlp_conservative(case: TrialCase) -> Finding:
         over="prompt",
     )
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={"antisymmetric share": own.at_every_half_step()},
         controls=controls,
         described=described,
@@ -94,7 +94,7 @@ def _described(
     own: MlpShares, recording: Recording, projected: xr.Dataset | None
 ) -> tuple[dict[str, Evidence], xr.Dataset]:
     """What is reported and not judged, and the Measurement of the split."""
-    split = recording.replay(DriftAndSwirl(tokens=None))["drift_and_swirl"]
+    split = recording.replay(MlpForce(tokens=None))["mlp_force"]
     over = {
         "share weighted by the covariance of the tokens": own.shares("antisymmetric_share_weighted"),
         "share on the tangent space": own.shares("antisymmetric_share_tangent"),
@@ -115,9 +115,9 @@ def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
     """The upper bounds on the swirl of the L2(rho) projection, of a mixture of experts as routed; None for forces that
     have none, and where the tokens are too few to determine them.
     """
-    if projection_unsupported(recording) is not None:
+    if swirl_bound_unsupported(recording) is not None:
         return None
-    projected = mlp_projection(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
+    projected = mlp_swirl_bound(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
     return None if "undetermined" in projected.attrs else projected
 
 
@@ -149,7 +149,7 @@ def _over_layers(recording: Recording, share: Any) -> np.ndarray:
     counted = recording.batch.counted
     rows = []
     for layer in recording.layers:
-        x = retract(recording.points(layer=layer))
+        x = retract(recording.force_points(layer=layer))
         values = share(recording.force(layer=layer), x).double()
         weights = torch.ones_like(values) if counted is None else counted.to(values)[:, -values.shape[1] :]
         weights = torch.where(values.isnan(), 0.0, weights)

@@ -97,7 +97,7 @@ def mlp_prevents(case: TrialCase) -> Finding:
         data=xr.merge(parts, join="outer", compat="no_conflicts"),
         remark=remark,
         setting=arms.setting,
-        shortage=arms.chosen.alike,
+        undecided_because=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 

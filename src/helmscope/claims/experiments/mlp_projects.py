@@ -36,7 +36,7 @@ def mlp_projects(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "force", mlp=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     refused = cloud_unsupported(recording)
     if refused is not None:
         return Finding.impossible(refused)
@@ -69,7 +69,7 @@ def mlp_projects(case: TrialCase) -> Finding:
         setting=f"{prompts.setting}, {measured.attrs['tokens']} of the {case.constant('tokens')} tokens of each; "
         f"{measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
         f"prompts; twins on {contrast.twins.shape[1]} of the prompts",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 

@@ -49,18 +49,18 @@ def _simulated(case: TrialCase) -> Finding:
     by Sigma times the gradient of a random V, and Sigma^-1 b by a random linear field, whose share is about
     (k - 1) / (2 k) on k dimensions.
     """
-    betas, tolerance = case.constant("betas"), case.constant("rank_tolerance")
-    x = retract(case.normal(case.count(128, quick=32), TOKENS, DIM, stream=0))
-    matrices = case.normal(len(x), DIM, DIM, stream=1)
+    betas, tol = case.constant("betas"), case.constant("rank_tolerance")
+    x = retract(case.normal(case.count(128, quick=32), TOKENS, DIM, index=0))
+    matrices = case.normal(len(x), DIM, DIM, index=1)
     names = [f"beta = {beta:g}" for beta in betas]
     shares: list[Tensor] = []
     carried: list[Tensor] = []
     random: list[Tensor] = []
     for beta in betas:
         attention = SA(beta=beta)
-        fields = (attention_over_sigma(attention, tolerance), gradient_over_sigma(attention, tolerance), linear_field)
+        fields = (attention_over_sigma(attention, tol), gradient_over_sigma(attention, tol), linear_field)
         for found, field in zip((shares, carried, random), fields, strict=True):
-            found.append(mean_share(attention, x, matrices, field, tolerance))
+            found.append(mean_share(attention, x, matrices, field, tol))
     table = torch.stack([torch.stack(each) for each in (shares, carried, random)]).permute(2, 1, 0)
     return Finding(
         evidence={"antisymmetric share": ReplicatesInEveryCase(shares, "starts", names)},
@@ -96,7 +96,7 @@ def _on_model(case: TrialCase) -> Finding:
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
 
     def measured(recording: Recording) -> xr.Dataset:
-        return block_mobility(recording, tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
+        return block_mobility(recording, tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
 
     def silent(recording: Recording) -> Evidence:
         return every_layer(measured(recording).antisymmetric_share)
@@ -109,7 +109,7 @@ def _on_model(case: TrialCase) -> Finding:
         np.stack([measured(twin).antisymmetric_share.mean("layer").values for twin in twins]),
     )
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={"antisymmetric share": every_layer(found.antisymmetric_share)},
         controls={
             "random field": every_layer(found.antisymmetric_share_null),
@@ -144,7 +144,7 @@ def _on_model(case: TrialCase) -> Finding:
     )
 
 
-def mean_share(attention: SA, x: Tensor, matrices: Tensor, field: TokenField, tolerance: float) -> Tensor:
+def mean_share(attention: SA, x: Tensor, matrices: Tensor, field: TokenField, tol: float) -> Tensor:
     """The antisymmetric share of a tangent field's Jacobian at every token, on the range of Sigma; its mean over the
     tokens of each start.
     """
@@ -152,7 +152,7 @@ def mean_share(attention: SA, x: Tensor, matrices: Tensor, field: TokenField, to
     def share(i: Tensor, cloud: Tensor, matrix: Tensor) -> Tensor:
         q = cloud[i]
         jacobian = jacfwd(lambda y: field(retract(y), i, cloud, matrix))(q)
-        onto = range_projection(tangent_sigma(attention, q, i, cloud), tolerance)
+        onto = range_projection(tangent_sigma(attention, q, i, cloud), tol)
         on_range = onto @ jacobian @ onto
         ratio: Tensor = (on_range - on_range.mT).square().sum() / 4 / on_range.square().sum()
         return ratio
@@ -162,24 +162,24 @@ def mean_share(attention: SA, x: Tensor, matrices: Tensor, field: TokenField, to
     return shares.mean(-1)
 
 
-def attention_over_sigma(attention: SA, tolerance: float) -> TokenField:
+def attention_over_sigma(attention: SA, tol: float) -> TokenField:
     """Sigma^-1 b for the velocity b of self-attention."""
 
     def field(q: Tensor, i: Tensor, cloud: Tensor, matrix: Tensor) -> Tensor:
         tokens, p = _moved(attention, q, i, cloud)
-        return inverse_on_range(tangent_sigma(attention, q, i, cloud), tolerance) @ project(q, p @ tokens)
+        return inverse_on_range(tangent_sigma(attention, q, i, cloud), tol) @ project(q, p @ tokens)
 
     return field
 
 
-def gradient_over_sigma(attention: SA, tolerance: float) -> TokenField:
+def gradient_over_sigma(attention: SA, tol: float) -> TokenField:
     """Sigma^-1 b for b = Sigma grad_S V, V(q) = sin <a, q> + e^<c, q> with rows a and c of the matrix."""
 
     def field(q: Tensor, i: Tensor, cloud: Tensor, matrix: Tensor) -> Tensor:
         a, c = matrix[0], matrix[1]
         sigma = tangent_sigma(attention, q, i, cloud)
         drift = sigma @ project(q, a * (a @ q).cos() + c * (c @ q).exp())
-        return inverse_on_range(sigma, tolerance) @ drift
+        return inverse_on_range(sigma, tol) @ drift
 
     return field
 
@@ -202,12 +202,12 @@ def _moved(attention: SA, q: Tensor, i: Tensor, cloud: Tensor) -> tuple[Tensor, 
     return tokens, (attention.beta * (tokens @ q)).softmax(-1)
 
 
-def inverse_on_range(sigma: Tensor, tolerance: float) -> Tensor:
-    """The pseudo-inverse; eigenvalues up to ``tolerance`` of the largest count as 0."""
-    inverse: Tensor = torch.linalg.pinv(sigma, rtol=tolerance, hermitian=True)
+def inverse_on_range(sigma: Tensor, tol: float) -> Tensor:
+    """The pseudo-inverse; eigenvalues up to ``tol`` of the largest count as 0."""
+    inverse: Tensor = torch.linalg.pinv(sigma, rtol=tol, hermitian=True)
     return inverse
 
 
-def range_projection(sigma: Tensor, tolerance: float) -> Tensor:
+def range_projection(sigma: Tensor, tol: float) -> Tensor:
     """The orthogonal projection to the range of Sigma."""
-    return sigma @ inverse_on_range(sigma, tolerance)
+    return sigma @ inverse_on_range(sigma, tol)

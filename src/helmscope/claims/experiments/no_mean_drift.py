@@ -44,10 +44,10 @@ def no_mean_drift(case: TrialCase) -> Finding:
     drift, statistics = AttentionDrift(), KernelStatistics()
     uniform = RatioOfKernel("uniform", _uniform)
     measured = trial.recording.replay(drift, statistics, uniform)
-    few = case.subject.recording_of(trial.prompts[: case.count(2 * BALANCED_PROMPTS, quick=BALANCED_PROMPTS)])
-    tolerance = case.constant("sinkhorn_tolerance")
-    balance = Bistochasticity(tolerance=tolerance)
-    balanced = RatioOfKernel("balanced", lambda p, visible: balanced_kernel(p, visible=visible, tolerance=tolerance))
+    few = case.subject.record(trial.prompts[: case.count(2 * BALANCED_PROMPTS, quick=BALANCED_PROMPTS)])
+    tol = case.constant("sinkhorn_tolerance")
+    balance = Bistochasticity(tol=tol)
+    balanced = RatioOfKernel("balanced", lambda p, visible: balanced_kernel(p, visible=visible, tol=tol))
     described = few.replay(balance, balanced)
     ratio = measured[drift.name].total_drift_ratio
     columns = measured[statistics.name].column_sum_deviation_rms.mean("head")
@@ -57,7 +57,7 @@ def no_mean_drift(case: TrialCase) -> Finding:
         return every_layer(recording.replay(drift)[drift.name].total_drift_ratio)
 
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={
             "drift ratio": every_layer(ratio),
             "column sums": over_prompts(columns.mean("layer").values),

@@ -97,17 +97,17 @@ def _beta(dim: int) -> float:
 
 def _norms(case: TrialCase) -> list[Norm]:
     dim = case.constant("dim")
-    gain, bias = (case.normal(dim, stream=100) / 4).exp(), case.normal(dim, stream=101)
+    gain, bias = (case.normal(dim, index=100) / 4).exp(), case.normal(dim, index=101)
     return [UnitNorm(), RMSNorm(gain=gain), *(LayerNorm(gain=gain, bias=bias, eps=eps) for eps in (0.0, 1e-5))]
 
 
-def _run(case: TrialCase, norm: Norm, stream: int, sign: float | None, starts: int) -> Radii:
+def _run(case: TrialCase, norm: Norm, index: int, sign: float | None, starts: int) -> Radii:
     """Run the same layers from the same points with post-norm, without a norm and with pre-norm."""
     tokens, dim, hidden, depth = (case.constant(name) for name in ("tokens", "dim", "hidden", "depth"))
-    z = case.normal(starts, tokens, dim, stream=300 + stream)
+    z = case.normal(starts, tokens, dim, index=300 + index)
     after, bare, residual = norm(z), norm.without_affine()(z), norm.without_affine()(z)
     radii = [_radii(norm, after, bare, residual)]
-    for weights in case.normal(depth, dim + 2 * hidden, dim, stream=stream):
+    for weights in case.normal(depth, dim + 2 * hidden, dim, index=index):
         v, w_in, w_out = weights.split([dim, hidden, hidden])
         value = v / dim**0.5 if sign is None else sign * torch.eye(dim, dtype=v.dtype)
         parts = SA(_beta(dim), value=value), MLP(w_in=w_in / dim**0.5, w_out=w_out.mT / hidden**0.5)
@@ -144,10 +144,10 @@ def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> Re
     return ReplicatesInEveryCase([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
 
 
-def _average_length(case: TrialCase, stream: int, sign: float | None, starts: int) -> Tensor:
+def _average_length(case: TrialCase, index: int, sign: float | None, starts: int) -> Tensor:
     """The longest softmax average of each start over its longest value; the tokens are not normalized."""
     tokens, dim = case.constant("tokens"), case.constant("dim")
-    y, v = case.normal(starts, tokens, dim, stream=stream), case.normal(dim, dim, stream=200 + stream)
+    y, v = case.normal(starts, tokens, dim, index=index), case.normal(dim, dim, index=200 + index)
     value = v / dim**0.5 if sign is None else sign * torch.eye(dim, dtype=v.dtype)
     longest: Tensor = (y @ value.mT).norm(dim=-1).amax(-1)
     average: Tensor = SA(_beta(dim), value=value).ambient(y).norm(dim=-1).amax(-1)
@@ -157,7 +157,7 @@ def _average_length(case: TrialCase, stream: int, sign: float | None, starts: in
 def _unit_average_length(case: TrialCase, n: int, starts: int) -> float:
     """The mean length of a softmax average of n unit tokens."""
     dim = case.constant("dim")
-    x = UnitNorm()(case.normal(starts, n, dim, stream=500 + n))
+    x = UnitNorm()(case.normal(starts, n, dim, index=500 + n))
     return float(SA(_beta(dim)).ambient(x).norm(dim=-1).mean())
 
 

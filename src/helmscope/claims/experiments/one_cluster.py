@@ -73,7 +73,7 @@ def one_cluster(case: TrialCase) -> Finding:
     null_in_one: dict[_Setting, int] = {}
     paths, stopped = [], 0
     for k, setting in enumerate(settings):
-        x = retract(case.normal(starts, setting.n, setting.dim, stream=k))
+        x = retract(case.normal(starts, setting.n, setting.dim, index=k))
         times = (setting.horizon * 10.0**LOG_TIMES).tolist()
         counts = _count_clusters(SA(beta=setting.beta), x, times, merge)
         in_one[setting] = int((counts.clusters[-1] == 1).sum())
@@ -121,5 +121,5 @@ def _count_clusters(field: SA, x: Tensor, times: list[float], merge: float) -> _
     """Integrate and count clusters; a start that reaches the step limit keeps its initial number of clusters."""
     states = integrate(field, x, times, merge=merge, stepper=DormandPrince(max_steps=MAX_STEPS)).states
     finished = states.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    clusters = cluster_count(torch.where(finished, states, x), radius=merge)
+    clusters = cluster_count(torch.where(finished, states, x), max_angle=merge)
     return _ClusterCounts(clusters, int((~finished[-1]).sum()))

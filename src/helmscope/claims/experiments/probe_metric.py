@@ -17,7 +17,7 @@ from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.query_key import GaugeTransform, MatchedQueryNoise
 from helmscope.intervene.weight_noise import WeightNoise
 from helmscope.observe.noise_ratio import query_key_noise_at_equal_kl, query_key_noise_ratio, query_key_noise_slope
-from helmscope.observe.query_key_noise import NoiseForm, query_key_noise, query_key_noise_by_layer
+from helmscope.observe.query_key_noise import NoiseKind, query_key_noise, query_key_noise_by_layer
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NO_DAMAGE = "noise on the queries does no damage, so that there is no ratio"
 SILENT_PROMPTS = 2
-OTHER_FORMS = (NoiseForm.RELATIVE, NoiseForm.WEIGHTS, NoiseForm.RELATIVE_WEIGHTS, NoiseForm.MIXED_STATES)
-OF_WEIGHTS = OTHER_FORMS[1:]
+OTHER_KINDS = (NoiseKind.RELATIVE, NoiseKind.WEIGHTS, NoiseKind.RELATIVE_WEIGHTS, NoiseKind.MIXED_STATES)
+OF_WEIGHTS = OTHER_KINDS[1:]
 
 
 @experiment("probe-metric", seconds={"model": 600})
@@ -39,10 +39,10 @@ def probe_metric(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "lens", causal=True, head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
         return prompts
-    refused = _unsupported(case.subject.recording_of(prompts.texts[:SILENT_PROMPTS]))
+    refused = _unsupported(case.subject.record(prompts.texts[:SILENT_PROMPTS]))
     if refused is not None:
         return Finding.impossible(refused)
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     matched, printed = _matched(case, recording), _as_printed(case, recording)
     deciding = matched.sel(sigma=case.constant("deciding_sigma"))
     ratio = query_key_noise_ratio(deciding).values
@@ -55,7 +55,7 @@ def probe_metric(case: TrialCase) -> Finding:
     return Finding(
         evidence={"matched ratio": Replicates(ratio, "prompts", LogScale())},
         controls={
-            "blocks that write nothing": _silent(case, case.subject.recording_of(prompts.texts[:SILENT_PROMPTS])),
+            "blocks that write nothing": _silent(case, case.subject.record(prompts.texts[:SILENT_PROMPTS])),
             "query noise against query noise": Replicates(_same_side(deciding), "prompts", LogScale()),
             **_gauge(case, recording, matched, printed),
             "slope of damage": _slopes(case, matched),
@@ -77,14 +77,14 @@ def probe_metric(case: TrialCase) -> Finding:
         data=_curves(printed),
         remark=_remark(case, printed, contrast, recording, left_out),
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; {deciding.sizes['draw']} paired draws",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
 def _unsupported(recording: Recording) -> str | None:
     """Why noise on queries and keys cannot be matched in this model."""
     try:
-        MatchedQueryNoise.of(recording, relative=1.0)
+        MatchedQueryNoise.of(recording, relative_sigma=1.0)
     except HelmscopeError as error:
         return str(error)
     return None
@@ -93,21 +93,21 @@ def _unsupported(recording: Recording) -> str | None:
 def _matched(case: TrialCase, recording: Recording) -> xr.Dataset:
     sigmas = case.constant("slope_sigmas") if case.quick else case.constant("sigmas")
     count = case.count(case.constant("seeds"), quick=case.constant("seeds_quick"))
-    return _noise(case, recording, [NoiseForm.MATCHED], sigmas, count).sel(form=NoiseForm.MATCHED.value)
+    return _noise(case, recording, [NoiseKind.MATCHED], sigmas, count).sel(kind=NoiseKind.MATCHED.value)
 
 
 def _as_printed(case: TrialCase, recording: Recording) -> xr.Dataset:
     count = case.count(case.constant("seeds"), quick=case.constant("printed_seeds_quick"))
-    noise = _noise(case, recording, [NoiseForm.ACTIVATIONS], case.constant("sigmas"), count)
-    return noise.sel(form=NoiseForm.ACTIVATIONS.value)
+    noise = _noise(case, recording, [NoiseKind.ACTIVATIONS], case.constant("sigmas"), count)
+    return noise.sel(kind=NoiseKind.ACTIVATIONS.value)
 
 
 def _noise(
-    case: TrialCase, recording: Recording, forms: list[NoiseForm], sigmas: tuple[float, ...], seeds: int
+    case: TrialCase, recording: Recording, kinds: list[NoiseKind], sigmas: tuple[float, ...], seeds: int
 ) -> xr.Dataset:
     """All calls have the same seeds, so that draws are paired between forms and with the gauge."""
     first = case.seed_for(0)
-    return query_key_noise(recording, forms=forms, sigmas=sigmas, draws=seeds, seed=first, progress=False)
+    return query_key_noise(recording, kinds=kinds, sigmas=sigmas, draws=seeds, seed=first, progress=False)
 
 
 def _same_side(noise: xr.Dataset) -> np.ndarray:
@@ -122,11 +122,11 @@ def _gauge(case: TrialCase, recording: Recording, matched: xr.Dataset, printed: 
     count = case.count(case.constant("gauge_seeds"), quick=case.constant("gauge_seeds_quick"))
     smallest = min(case.constant("sigmas"))
     gauged = recording.under(GaugeTransform(factor=case.constant("gauge")))
-    after = _noise(case, gauged, [NoiseForm.MATCHED, NoiseForm.ACTIVATIONS], (smallest,), count)
+    after = _noise(case, gauged, [NoiseKind.MATCHED, NoiseKind.ACTIVATIONS], (smallest,), count)
     before = (noise.sel(sigma=smallest).isel(draw=slice(count)) for noise in (matched, printed))
     ratios = [
-        (query_key_noise_ratio(after.sel(form=form, sigma=smallest)) / query_key_noise_ratio(noise)).values
-        for form, noise in zip(after.form.values, before, strict=True)
+        (query_key_noise_ratio(after.sel(kind=kind, sigma=smallest)) / query_key_noise_ratio(noise)).values
+        for kind, noise in zip(after.kind.values, before, strict=True)
     ]
     return {
         "gauge, matched form": Replicates(ratios[0], "prompts"),
@@ -146,7 +146,7 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
     """The ratio where blocks write nothing."""
     silent = silenced(recording)
     sigma = (case.constant("deciding_sigma"),)
-    ratio = query_key_noise_ratio(_noise(case, silent, [NoiseForm.MATCHED], sigma, 1)).values.ravel()
+    ratio = query_key_noise_ratio(_noise(case, silent, [NoiseKind.MATCHED], sigma, 1)).values.ravel()
     return Replicates(ratio, "prompts", LogScale()) if np.isfinite(ratio).all() else PremiseImpossible(NO_DAMAGE)
 
 
@@ -157,7 +157,7 @@ def _twins(case: TrialCase, texts: tuple[object, ...], ratio: np.ndarray) -> Twi
     twins = case.count(case.constant("twins"), quick=case.constant("twins_quick"))
     sigma = (case.constant("deciding_sigma"),)
     found = [
-        query_key_noise_ratio(_noise(case, twin, [NoiseForm.MATCHED], sigma, count)).values.ravel()
+        query_key_noise_ratio(_noise(case, twin, [NoiseKind.MATCHED], sigma, count)).values.ravel()
         for twin in case.subject.twin_recordings(twins, seed=case.seed, texts=some)
     ]
     return TwinContrast(np.log(ratio), np.log(np.stack(found)))
@@ -167,12 +167,12 @@ def _other_forms(case: TrialCase, recording: Recording) -> tuple[xr.Dataset | No
     """Noise in the other forms, and what is left out; forms of weights only where the matrices can be read."""
     if case.quick:
         return None, "Noise on weights, relative noise, single layers and the largest matched size: not tried in quick."
-    forms, left_out = list(OTHER_FORMS), ""
+    kinds, left_out = list(OTHER_KINDS), ""
     try:
         WeightNoise.of(recording)
     except HelmscopeError as error:
-        forms, left_out = [NoiseForm.RELATIVE], f"Noise on weights is left out: {error}."
-    return _noise(case, recording, forms, case.constant("sigmas"), case.constant("seeds")), left_out
+        kinds, left_out = [NoiseKind.RELATIVE], f"Noise on weights is left out: {error}."
+    return _noise(case, recording, kinds, case.constant("sigmas"), case.constant("seeds")), left_out
 
 
 def _at_every_size(name: str, noise: xr.Dataset) -> dict[str, Evidence]:
@@ -190,12 +190,12 @@ def _described_forms(others: xr.Dataset | None, matched: xr.Dataset) -> dict[str
     if others is None:
         return {}
     found: dict[str, Evidence] = {}
-    for form in others.form.values.tolist():
-        name = "as printed, weights" if form == NoiseForm.WEIGHTS.value else form
-        found |= _at_every_size(name, others.sel(form=form))
-    pair = [others.sel(form=NoiseForm.RELATIVE.value, site="query", drop=True), matched.sel(site="key", drop=True)]
+    for kind in others.kind.values.tolist():
+        name = "as printed, weights" if kind == NoiseKind.WEIGHTS.value else kind
+        found |= _at_every_size(name, others.sel(kind=kind))
+    pair = [others.sel(kind=NoiseKind.RELATIVE.value, site="query", drop=True), matched.sel(site="key", drop=True)]
     centered = xr.concat([each[["kl"]] for each in pair], "site", coords="minimal", compat="override")
-    return found | _at_every_size(NoiseForm.CENTERED.value, centered.assign_coords(site=["query", "key"]))
+    return found | _at_every_size(NoiseKind.CENTERED.value, centered.assign_coords(site=["query", "key"]))
 
 
 def _kinds(matched: xr.Dataset) -> dict[str, Evidence]:

@@ -43,10 +43,10 @@ def qk_metric(case: TrialCase) -> Finding:
     if not texts:
         return Finding.inconclusive(f"the claim needs a text of {case.constant('tokens')} tokens")
     try:
-        forms = head_matrices(case.subject.recording_of(texts[:1]))
+        forms = head_matrices(case.subject.record(texts[:1]))
     except HelmscopeError as error:
         return Finding.impossible(str(error))
-    recording = case.subject.recording_of(texts)
+    recording = case.subject.record(texts)
     layers = _writing_layers(recording)
     if not layers or len(layers) * len(forms[0].queries) < MIN_HEADS:
         return Finding.impossible(NO_HEADS if not layers else "one head has no interval, and the replicates are heads")
@@ -99,16 +99,16 @@ def _random_shares(case: TrialCase, forms: list[HeadMatrices], layers: list[int]
     factors = []
     for number, form in enumerate(forms):
         shape = (*form.queries.shape[:2], form.dim)
-        factors.append((case.normal(*shape, stream=2 * number), case.normal(*shape, stream=2 * number + 1)))
+        factors.append((case.normal(*shape, index=2 * number), case.normal(*shape, index=2 * number + 1)))
     return _shares(factors, layers)
 
 
 def _described(metric: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
     heads = metric.sel(layer=layers)
     names = {
-        "share of negative eigenvalues in |S|^2": "negative_share",
-        "positive eigenvalues of S": "positive",
-        "negative eigenvalues of S": "negative",
+        "share of negative eigenvalues in |S|^2": "negative_eigenvalue_share",
+        "positive eigenvalues of S": "positive_eigenvalue_count",
+        "negative eigenvalues of S": "negative_eigenvalue_count",
         "alignment of W_Q^T W_K with W_O W_V": "alignment",
     }
     described: dict[str, Evidence] = {
@@ -132,8 +132,13 @@ def _loops(case: TrialCase, recording: Recording, texts: tuple[object, ...], lay
 
 
 def _remark(metric: xr.Dataset, of_twins: np.ndarray, layers: list[int], dim: int) -> str:
-    share, negative = (_by_head(metric[name], layers) for name in ("symmetric_share", "negative_share"))
-    indefinite = int(((_by_head(metric.positive, layers) > 0) & (_by_head(metric.negative, layers) > 0)).sum())
+    share, negative = (_by_head(metric[name], layers) for name in ("symmetric_share", "negative_eigenvalue_share"))
+    indefinite = int(
+        (
+            (_by_head(metric.positive_eigenvalue_count, layers) > 0)
+            & (_by_head(metric.negative_eigenvalue_count, layers) > 0)
+        ).sum()
+    )
     return (
         f"The symmetric share of the heads runs from {share.min():.3f} to {share.max():.3f}; that of random matrices "
         f"is {(dim + 1) / (2 * dim):.4f} on {dim} dimensions, and the twins have {of_twins.mean():.4f}. "

@@ -77,24 +77,24 @@ def radial(case: TrialCase) -> Finding:
     )
 
 
-def _rms_norm(case: TrialCase, stream: int, repeats: int, eps: float, d: int) -> Eigenvalues:
-    gain, y, t = _sample(case, stream, repeats, d)
+def _rms_norm(case: TrialCase, index: int, repeats: int, eps: float, d: int) -> Eigenvalues:
+    gain, y, t = _sample(case, index, repeats, d)
     norm = RMSNorm(gain=gain, eps=eps)
     y = y * _sizes(eps) / y.square().mean(-1, keepdim=True).sqrt()
     return _measure(vmap(vmap(jacrev(norm)))(y) / gain[:, None], y, t, eps)
 
 
-def _layer_norm(case: TrialCase, stream: int, repeats: int, eps: float, d: int) -> Eigenvalues:
-    gain, y, t = _sample(case, stream, repeats, d)
-    norm = LayerNorm(gain=gain, bias=case.normal(d, stream=1_000 + stream), eps=eps)
+def _layer_norm(case: TrialCase, index: int, repeats: int, eps: float, d: int) -> Eigenvalues:
+    gain, y, t = _sample(case, index, repeats, d)
+    norm = LayerNorm(gain=gain, bias=case.normal(d, index=1_000 + index), eps=eps)
     y = y * _sizes(eps) / y.std(-1, keepdim=True, correction=0)
     jacobian = vmap(vmap(jacrev(norm)))(y) / gain[:, None]
     return _measure(jacobian, y - y.mean(-1, keepdim=True), t - t.mean(-1, keepdim=True), eps)
 
 
-def _sample(case: TrialCase, stream: int, repeats: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(case: TrialCase, index: int, repeats: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """A positive gain (d,), and vectors y and t (ratio, repeat, d)."""
-    rows = case.normal(1 + 2 * len(RATIOS) * repeats, d, stream=stream)
+    rows = case.normal(1 + 2 * len(RATIOS) * repeats, d, index=index)
     y, t = rows[1:].reshape(2, len(RATIOS), repeats, d)
     return (rows[0] / 2).exp(), y, t
 

@@ -39,7 +39,7 @@ def rate(case: TrialCase) -> Finding:
     starts = case.count(128, quick=32)
     cells = [(kind, beta, n) for kind in (SA, USA) for beta in betas for n in sizes]
     names = [f"{kind.__name__}, beta = {beta:g}, n = {n}" for kind, beta, n in cells]
-    clusters = {n: _cluster(case.normal(starts, n, dim, stream=n)) for n in sizes}
+    clusters = {n: _cluster(case.normal(starts, n, dim, index=n)) for n in sizes}
     largest = clusters[sizes[-1]]
     theory = [corrected(kind(beta=beta)) for kind, beta, _ in cells]
     measured = [slopes(kind(beta=beta), clusters[n], rate) for (kind, beta, n), rate in zip(cells, theory, strict=True)]

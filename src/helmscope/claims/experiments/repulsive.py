@@ -43,7 +43,7 @@ def repulsive(case: TrialCase) -> Finding:
     the tetrahedron, octahedron and icosahedron; under V = +I the smallest angle between two tokens is recorded.
     """
     n, beta, starts = case.constant("tokens"), case.constant("beta"), case.count(256, quick=64)
-    x, other = (retract(case.normal(starts, n, 3, stream=stream)) for stream in (0, 1))
+    x, other = (retract(case.normal(starts, n, 3, index=index)) for index in (0, 1))
     paths = {sign: integrate(_flow(beta, sign), x, TIMES, stepper=RK4(STEP)).states for sign in (1.0, -1.0)}
     energy = torch.stack([gaussian_energy_as_printed(path, beta=beta).T for path in paths.values()], -1)
     smallest = torch.stack([_smallest_angle(path).T for path in paths.values()], -1)
@@ -87,7 +87,7 @@ def _identity_errors(case: TrialCase) -> Tensor:
     """The relative error of F = beta e^-beta E_sum, at several beta and d."""
     errors = []
     for number, (beta, dim) in enumerate(((0.5, 2), (2.0, 3), (4.0, 8), (9.0, 32))):
-        x = retract(case.normal(256, case.constant("tokens"), dim, stream=10 + number))
+        x = retract(case.normal(256, case.constant("tokens"), dim, index=10 + number))
         energy = gaussian_energy_as_printed(x, beta=beta)
         errors.append((energy - beta * math.exp(-beta) * interaction_energy_sum(x, beta=beta)).abs() / energy)
     return torch.cat(errors)
@@ -105,7 +105,7 @@ def _smallest_angle(states: Tensor) -> Tensor:
 def _reaches_polyhedron(case: TrialCase, number: int, n: int, beta: float, end: float, exact: list[float]) -> Count:
     """The share of starts that come to rest at a regular polyhedron."""
     starts = case.count(64, quick=32)
-    x = retract(case.normal(starts, n, 3, stream=20 + number))
+    x = retract(case.normal(starts, n, 3, index=20 + number))
     left, right = _pairs(integrate(_flow(beta, -1.0), x, [end], stepper=RK4(1.0)).states[-1])
     error = ((left * right).sum(-1).sort(-1).values - torch.tensor(exact, dtype=x.dtype)).abs().amax(-1)
     return Count(int((error <= 1e-6).sum()), starts, "starts")

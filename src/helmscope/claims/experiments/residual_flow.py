@@ -46,7 +46,7 @@ def _simulated(case: TrialCase) -> Finding:
     followed by an MLP, with random weights.
     """
     n, dim, beta, time, steps = (case.constant(name) for name in ("tokens", "dim", "beta", "time", "steps"))
-    x = retract(case.normal(STARTS, n, dim, stream=0))
+    x = retract(case.normal(STARTS, n, dim, index=0))
     few = x[: case.count(128, quick=32)]
     attention = SA(beta=beta)
     exact = _flow(attention, x, [time])[0]
@@ -85,9 +85,9 @@ def _simulated(case: TrialCase) -> Finding:
 
 def _block(case: TrialCase, dim: int, beta: float) -> Block:
     """A block with Gaussian weights, scaled so that each map preserves lengths on average."""
-    query_key, value = case.normal(2, dim, dim, stream=1) / math.sqrt(dim)
-    w_in = case.normal(4 * dim, dim, stream=2) / math.sqrt(dim)
-    w_out = case.normal(dim, 4 * dim, stream=3) / math.sqrt(4 * dim)
+    query_key, value = case.normal(2, dim, dim, index=1) / math.sqrt(dim)
+    w_in = case.normal(4 * dim, dim, index=2) / math.sqrt(dim)
+    w_out = case.normal(dim, 4 * dim, index=3) / math.sqrt(4 * dim)
     return Block(SA(beta=beta, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
 
 
@@ -122,7 +122,7 @@ def _on_model(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, length=case.constant("length"))
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     if any(layer.wiring.kind.value != "sequential" for layer in recording.anatomy.layers):
         return Finding.impossible(
             "only blocks that normalize before each half, and add one after the other, can be taken in halves"
@@ -149,18 +149,18 @@ def _on_model(case: TrialCase) -> Finding:
         remark=f"The mean defect runs from {min(float(each.mean()) for each in defects):.2g} to "
         f"{max(float(each.mean()) for each in defects):.2g} over {len(defects)} half-steps.",
         setting=f"raw residual stream, {prompts.setting}, {case.constant('length')} tokens each",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
 def _defect(recording: Recording, depth: int, share: float) -> Tensor:
     """|f(x + share f(x)) - f(x)| / (2 |f(x)|) of the half-step from ``depth``, the mean over the tokens of a prompt."""
-    x = recording.stream(depth=depth).double()
-    write = recording.stream(depth=depth + 1).double() - x
+    x = recording.residual_stream(depth=depth).double()
+    write = recording.residual_stream(depth=depth + 1).double() - x
     moved = x + share * write
     centered = moved - moved.mean(-1, keepdim=True) if recording.residual.mean is not None else moved
     resumed = recording.resume(depth=depth, states=retract(centered).to(recording.trajectory.states))
-    second = resumed.stream(depth=depth + 1).double() - resumed.stream(depth=depth).double()
+    second = resumed.residual_stream(depth=depth + 1).double() - resumed.residual_stream(depth=depth).double()
     lengths = [torch.linalg.vector_norm(each, dim=-1) for each in (second - write, write)]
     ratio: Tensor = lengths[0] / (2 * lengths[1])
     return ratio.mean(-1)
@@ -168,7 +168,7 @@ def _defect(recording: Recording, depth: int, share: float) -> Tensor:
 
 def _defects_or_reason(recording: Recording, names: list[str]) -> ReplicatesInEveryCase | PremiseImpossible:
     """The defects of all half-steps, or why there are none."""
-    states = [recording.stream(depth=depth) for depth in range(len(names) + 1)]
+    states = [recording.residual_stream(depth=depth) for depth in range(len(names) + 1)]
     if all(torch.equal(a, b) for a, b in zip(states[1:], states[:-1], strict=True)):
         return PremiseImpossible("half-steps of length 0 have no relative defect")
     return ReplicatesInEveryCase([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)

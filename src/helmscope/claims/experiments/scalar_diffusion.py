@@ -13,7 +13,7 @@ from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
-from helmscope.observe.attention_noise import AttentionNoise, AttentionNoiseSpectrum
+from helmscope.observe.attention_diffusion import AttentionDiffusion, AttentionDiffusionSpectrum
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
@@ -33,9 +33,9 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     if trial.without_ruling is not None:
         return trial.without_ruling
     tokens = case.count(4, quick=2)
-    spectrum, planted = AttentionNoiseSpectrum(tokens=tokens, seed=case.seed), PlantedSigma()
-    measured = trial.recording.replay(spectrum, planted, AttentionNoise())
-    found, noise = measured[spectrum.name], measured["attention_noise"]
+    spectrum, planted = AttentionDiffusionSpectrum(tokens=tokens, seed=case.seed), PlantedSigma()
+    measured = trial.recording.replay(spectrum, planted, AttentionDiffusion())
+    found, noise = measured[spectrum.name], measured["attention_diffusion"]
     anatomy = trial.recording.anatomy
     dim = anatomy.dim - (2 if anatomy.centered else 1)
     heads = anatomy.layers[0].heads or 1
@@ -46,7 +46,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
         return every_layer(recording.replay(spectrum)[spectrum.name].effective_share)
 
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={
             "effective share of directions": every_layer(found.effective_share),
             "effective share at random": Replicates(random, "random covariances"),
@@ -86,8 +86,8 @@ def random_shares(case: TrialCase, *, dim: int, heads: int, rank: int, tokens: i
     (32, True)
     """
     count = case.constant("random_covariances")
-    matrices = case.normal(count, heads, dim, rank, stream=11)
-    values = case.normal(count, heads, rank, tokens, stream=12)
+    matrices = case.normal(count, heads, dim, rank, index=11)
+    values = case.normal(count, heads, rank, tokens, index=12)
     spread = matrices @ (values - values.mean(-1, keepdim=True)) / tokens**0.5
     sigma = (spread @ spread.mT).sum(1)
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -47,9 +47,9 @@ def _simulated(case: TrialCase) -> Finding:
     """
     n, beta, end = (case.constant(name) for name in ("tokens", "beta", "time"))
     starts = case.count(128, quick=32)
-    x = retract(case.normal(starts, n, 3, stream=0))
+    x = retract(case.normal(starts, n, 3, index=0))
     # the control has a true slope of 0 and a bound close to it, so it needs more starts than the claim
-    rotated = retract(case.normal(case.constant("rotating_starts") * starts, n, 3, stream=4))
+    rotated = retract(case.normal(case.constant("rotating_starts") * starts, n, 3, index=4))
     times = torch.arange(end + 1, dtype=torch.float64)
     turn = torch.zeros(3, 3, dtype=torch.float64)
     turn[0, 1], turn[1, 0] = 1.0, -1.0
@@ -62,9 +62,9 @@ def _simulated(case: TrialCase) -> Finding:
     rotating = integrate(fields["V = I + A"], rotated, times.tolist(), stepper=RK4(STEP)).states
     moved = {name: angle(path[1:], path[:-1]).mean(-1) for name, path in paths.items()}
     spacing = {name: _least_angle(path[-1]) for name, path in paths.items()}
-    exponents = _exponent(_frozen_step(x[:, 1:], beta), x[:, 0], case.normal(starts, 3, stream=1), end, STEP)
-    circle = retract(case.normal(starts, 2, stream=2))
-    doubled = _exponent(_double_angle, circle, case.normal(starts, 2, stream=3), CIRCLE, 1.0)
+    exponents = _exponent(_frozen_step(x[:, 1:], beta), x[:, 0], case.normal(starts, 3, index=1), end, STEP)
+    circle = retract(case.normal(starts, 2, index=2))
+    doubled = _exponent(_double_angle, circle, case.normal(starts, 2, index=3), CIRCLE, 1.0)
     return Finding(
         evidence={
             "exponent": Replicates(exponents, "starts"),
@@ -159,10 +159,10 @@ def _looped(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, length=length)
     if isinstance(prompts, Finding):
         return prompts
-    recording = subject.recording_of(prompts.texts)
+    recording = subject.record(prompts.texts)
     arm = Arm(AttentionMode.OFF, mlp=False)
     silent = recording.under(*arm.edits(recording))
-    noise = case.normal(len(prompts), recording.trajectory.states.shape[-1], stream=0)
+    noise = case.normal(len(prompts), recording.trajectory.states.shape[-1], index=0)
     moved = {name: _moved_per_loop(each) for name, each in (("trained", recording), ("no writes", silent))}
     exponents, silent_exponents = (
         _loop_exponents(each, loops, noise, case.constant("nudge")) for each in (recording, silent)
@@ -197,7 +197,7 @@ def _looped(case: TrialCase) -> Finding:
         f"exponents are {float(exponents.mean()):.3g} and {float(silent_exponents.mean()):.3g} per loop."
         f"{_norms_remark(silent_exponents, silent_slopes)}",
         setting=f"directions of the residual stream, {loops} loops, {prompts.setting}, {length} tokens each",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 

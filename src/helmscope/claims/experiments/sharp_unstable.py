@@ -13,8 +13,7 @@ from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced, spaced_layers
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.token_bands import ScaleLogits
-from helmscope.observe.damage import damage_under_edits
+from helmscope.observe.attention_temperature_damage import attention_temperature_damage
 from helmscope.observe.fourier_band_damage import fourier_band_damage
 from helmscope.stats.scales import LogScale
 
@@ -38,7 +37,7 @@ def sharp_unstable(case: TrialCase) -> Finding:
     )
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     layers = spaced_layers(recording, case.count(case.constant("layers"), quick=case.constant("layers_quick")))
     damage = _damage(recording, case, layers, "low", "high", "high again")
     ratio = _ratio(damage, "high", "low")
@@ -62,7 +61,7 @@ def sharp_unstable(case: TrialCase) -> Finding:
         setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; perturbed at the input of layers "
         f"{', '.join(map(str, layers))}, {damage.attrs['draws']} draws each; twins on {contrast.twins.shape[1]} of the "
         "prompts",
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
@@ -105,9 +104,8 @@ def _twins(case: TrialCase, texts: tuple[object, ...], layers: list[int]) -> np.
 
 def _temperature(recording: Recording, factor: float) -> Evidence:
     """The damage with the logits of attention in all layers times ``factor``, over that with them divided by it."""
-    edits = {"sharper": ScaleLogits(factor=factor), "diffuse": ScaleLogits(factor=1 / factor)}
-    damage = damage_under_edits(recording, edits, progress=False).kl
-    sharper, diffuse = (damage.sel(edit=name).values for name in edits)
+    temperatures = [1 / factor, factor]
+    sharper, diffuse = attention_temperature_damage(recording, temperatures=temperatures, progress=False).kl.values
     if not ((sharper > 0) & (diffuse > 0)).all():
         return Inconclusive("there are prompts on which the scale of the logits of attention changes no prediction")
     return _evidence(sharper / diffuse)

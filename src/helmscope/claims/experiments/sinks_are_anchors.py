@@ -17,7 +17,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.sink_damage import sink_damage, sinks_of
 from helmscope.observe.sinks import AttentionSinks, TokenValues
-from helmscope.stats.replicates import halves
+from helmscope.stats.replicates import random_halves
 from helmscope.stats.scales import FisherZScale, RemainderScale
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def sinks_are_anchors(case: TrialCase) -> Finding:
     ids = np.array(prompts.texts)  # rows of as many tokens each
     shared = int((ids != ids[0]).any(0).argmax())  # tokens with which all prompts begin
     rows = ids[:, shared:].tolist()
-    recording = case.subject.recording_of(rows)
+    recording = case.subject.record(rows)
     hidden = recording.unsupported_reason(TokenValues())
     if hidden is not None or not recording.anatomy.tapped:
         return Finding.impossible(hidden or f"the attention of {case.subject.name} cannot be edited")
@@ -55,7 +55,7 @@ def sinks_are_anchors(case: TrialCase) -> Finding:
     described = _with_shared(case, prompts.texts) if shared else {}
     if not sinks.heads:
         return Finding.impossible(sinks.absent(case.subject.name), setting=setting, described=described)
-    same = case.subject.recording_of([[rows[0][0], *row[1:]] for row in rows])
+    same = case.subject.record([[rows[0][0], *row[1:]] for row in rows])
     return Finding(
         evidence={"cosine": sinks.cosine(), "centered R^2": sinks.explained_share(case.seed_for(0))},
         controls={
@@ -68,7 +68,7 @@ def sinks_are_anchors(case: TrialCase) -> Finding:
         data=_curves(sinks),
         remark=sinks.remark(),
         setting=setting,
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
     )
 
 
@@ -80,7 +80,7 @@ def _with_shared(case: TrialCase, texts: tuple[object, ...]) -> dict[str, Eviden
     """The largest weight on the first token where all prompts begin with the same one, and the cosine of the values of
     the sinks, which is then 1 by construction.
     """
-    sinks = Sinks.of(case, case.subject.recording_of(texts))
+    sinks = Sinks.of(case, case.subject.record(texts))
     kept = "with the first tokens that all prompts share"
     rows: dict[str, Evidence] = {
         f"weight on the first token of the head with the largest, {kept}": Replicates(sinks.best_weights, "prompts")
@@ -137,7 +137,7 @@ class Sinks:
         """
         value = self.values_at()[0]
         left, about = np.empty(value.shape[:2]), np.empty(value.shape[:2])
-        parts = halves(len(value), seed=seed)
+        parts = random_halves(len(value), seed=seed)
         for test, fit in (parts, parts[::-1]):
             mean = self.values_at(0, fit)[1]
             left[test] = ((value[test] - value[fit].mean(0)) ** 2).sum(-1)

@@ -37,7 +37,7 @@ def small_steps(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     sizes = StepSizes.of(recording)
     silent = StepSizes.of(silenced(recording))
     planted = {size: StepSizes.of(_planted(case, recording, size)) for size in case.constant("planted_angles")}
@@ -45,7 +45,7 @@ def small_steps(case: TrialCase) -> Finding:
     worst = int(sizes.medians.mean(1).argmax())
     contrast = TwinContrast(sizes.medians.max(0), np.stack([twin.medians.max(0) for twin in twins]))
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={"median angle": sizes.evidence},
         controls={
             **{f"steps of {size:g} rad": measured.evidence for size, measured in planted.items()},
@@ -75,8 +75,8 @@ def _planted(case: TrialCase, recording: Recording, size: float) -> Trajectory:
     x = unit_states(path, 0).cpu()
     states = [x]
     for k in range(1, len(path.times)):
-        direction = retract(project(x, case.normal(*x.shape, stream=2 * k)))
-        angles = size * (SPREAD * case.normal(*x.shape[:-1], stream=2 * k + 1)).exp()
+        direction = retract(project(x, case.normal(*x.shape, index=2 * k)))
+        angles = size * (SPREAD * case.normal(*x.shape[:-1], index=2 * k + 1)).exp()
         x = retract(exp(x, angles.unsqueeze(-1) * direction))
         states.append(x)
     weights = None if path.weights is None else path.weights.cpu()

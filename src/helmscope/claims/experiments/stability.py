@@ -80,10 +80,10 @@ def stability(case: TrialCase) -> Finding:
     )  # fmt: skip
 
 
-def _close_clouds(case: TrialCase, stream: int, pairs: int, dim: int) -> tuple[Tensor, Tensor]:
+def _close_clouds(case: TrialCase, index: int, pairs: int, dim: int) -> tuple[Tensor, Tensor]:
     """Uniform clouds, and the same moved by a tangential perturbation: (pair, token, dim) each."""
-    x = retract(case.normal(pairs, case.constant("tokens"), dim, stream=stream))
-    noise = case.normal(pairs, case.constant("tokens"), dim, stream=stream + 1)
+    x = retract(case.normal(pairs, case.constant("tokens"), dim, index=index))
+    noise = case.normal(pairs, case.constant("tokens"), dim, index=index + 1)
     return x, retract(x + case.constant("perturbation") * project(x, noise))
 
 
@@ -93,7 +93,7 @@ def _log_growth(field: SA, x: Tensor, y: Tensor, times: list[float]) -> Tensor:
     return (w2(after_x, after_y, cost=Geodesic()) / w2(x, y, cost=Geodesic())).log().mT
 
 
-def _worst_case_log_growth(case: TrialCase, stream: int, pairs: int, dim: int) -> Tensor:
+def _worst_case_log_growth(case: TrialCase, index: int, pairs: int, dim: int) -> Tensor:
     """log of W2(t) / W2(0) for SA with beta = 0 and V = diag(-1, 1, ..., 1), from tokens close to e_1, and the same
     displaced in a common direction: (pair, time).
     """
@@ -101,7 +101,7 @@ def _worst_case_log_growth(case: TrialCase, stream: int, pairs: int, dim: int) -
     value = torch.eye(dim, dtype=torch.float64)
     value[0, 0] = -1
     pole = torch.eye(dim, dtype=torch.float64)[0]
-    spread, common = (project(pole, case.normal(pairs, n, dim, stream=stream + k))
+    spread, common = (project(pole, case.normal(pairs, n, dim, index=index + k))
                       for k, n in enumerate((case.constant("tokens"), 1)))  # fmt: skip
     x = retract(pole + small * spread)
     return _log_growth(SA(beta=0.0, value=value), x, retract(pole + small * (spread + retract(common))), times)

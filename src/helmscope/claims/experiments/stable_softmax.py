@@ -32,9 +32,9 @@ def stable_softmax(case: TrialCase) -> Finding:
     dims, keys, queries = (case.constant(name) for name in ("dims", "keys", "queries"))
     seeds = case.count(128, quick=32)
 
-    def norms(stream: int, scaling: Scaling, n: int = keys, m: int = queries) -> Tensor:
+    def norms(index: int, scaling: Scaling, n: int = keys, m: int = queries) -> Tensor:
         """The mean norm (seed, dimension)."""
-        samples = (dot_products(case, seeds, m, n, dim, stream=8 * k + stream) for k, dim in enumerate(dims))
+        samples = (dot_products(case, seeds, m, n, dim, index=8 * k + index) for k, dim in enumerate(dims))
         means = [jacobian_norm(scaling(dim) * s).mean(-1) for s, dim in zip(samples, dims, strict=True)]
         return torch.stack(means, -1)
 
@@ -71,14 +71,14 @@ def stable_softmax(case: TrialCase) -> Finding:
     )
 
 
-def dot_products(case: TrialCase, seeds: int, queries: int, keys: int, dim: int, *, stream: int) -> Tensor:
+def dot_products(case: TrialCase, seeds: int, queries: int, keys: int, dim: int, *, index: int) -> Tensor:
     """<q, k_j> for standard normal queries, each with its own standard normal keys: (seed, query, key).
 
     Given q they are independent and normal with variance |q|^2, and |q|^2 is chi-squared with ``dim`` degrees of
-    freedom, so that no vector of R^dim is needed. The numbered streams ``stream`` and ``stream + 1`` are used.
+    freedom, so that no vector of R^dim is needed. The numbered streams ``index`` and ``index + 1`` are used.
     """
-    squared_length = np.random.default_rng(case.seed_for(stream + 1)).chisquare(dim, (seeds, queries, 1))
-    return torch.from_numpy(squared_length).sqrt() * case.normal(seeds, queries, keys, stream=stream)
+    squared_length = np.random.default_rng(case.seed_for(index + 1)).chisquare(dim, (seeds, queries, 1))
+    return torch.from_numpy(squared_length).sqrt() * case.normal(seeds, queries, keys, index=index)
 
 
 def jacobian_norm(logits: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def _tail(case: TrialCase) -> _Part:
     The statistic of a start is its pace over the corrected pace, in the window where the ratio is farthest from 1.
     """
     betas, n, dim, excess = (case.constant(name) for name in ("betas", "tokens", "dim", "faster"))
-    noise = case.normal(case.count(128, quick=32), n, dim, stream=0)
+    noise = case.normal(case.count(128, quick=32), n, dim, index=0)
     x = sphere.retract(torch.eye(1, dim, dtype=torch.float64) + SPREAD * noise)
     clock = WINDOW * torch.arange(WINDOWS + 1, dtype=torch.float64)
     cells = [(kind, beta) for kind in KINDS for beta in betas]
@@ -110,7 +110,7 @@ def _whole_path(case: TrialCase) -> _Part:
     """
     n, largest, end = (case.constant(name) for name in ("path_tokens", "largest_beta", "path_end"))
     x = Orthonormal(n=n, dim=n).sample(case.count(128, quick=32), seed=case.seed_for(1))
-    beta = largest * torch.special.ndtr(case.normal(len(x), stream=2))
+    beta = largest * torch.special.ndtr(case.normal(len(x), index=2))
     fixed = torch.full((PLOTTED,), PLOTTED_BETA, dtype=torch.float64)
     paces = [path_pace(kind, beta, x, end) for kind in KINDS]
     predicted = [torch.stack([_predicted_pace(kind(beta=float(b)), n, end) for b in beta], -1) for kind in KINDS]

@@ -86,7 +86,7 @@ def tokens_cluster(case: TrialCase) -> Finding:
     figure, printed = _figure_1(case, arms)
     parts = [
         depth_curves("share", shares, label=f"share of inner products above {arms.level:g}"),
-        depth_curves("inner_product", means, label="mean inner product").rename(arm="path"),
+        depth_curves("mean_inner_product", means, label="mean inner product").rename(arm="path"),
         *figure,
     ]
     ends = whole.share.mean(1)
@@ -98,7 +98,7 @@ def tokens_cluster(case: TrialCase) -> Finding:
         remark=f"The share goes from {ends[0]:.4f} over at most {ends.max():.4f} to {ends[-1]:.4f}, in untrained twins "
         f"to {twins[:, -1].mean():.4f}. {printed} {remark} {LITERATURE}",
         setting=arms.setting,
-        shortage=arms.chosen.alike,
+        undecided_because=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 
@@ -136,12 +136,12 @@ def _other_arms_of_twins(arms: Factorial) -> dict[str, Evidence]:
 def _other_coordinates(arms: Factorial) -> dict[str, np.ndarray]:
     """The growth of the share with the prompt's mean token subtracted, with gain and bias, and of raw states."""
     recording = arms.recording()
-    growths = {"growth, mean token subtracted": _growth(arms, recording, _centred(ends_of(recording.on_sphere)))}
+    growths = {"growth, mean token subtracted": _growth(arms, recording, _centered(ends_of(recording.on_sphere)))}
     if recording.anatomy.post_norm:
         growths["growth, with gain and bias"] = _growth(arms, recording, ends_of(recording.trajectory))
     raw = _raw_states(recording, (0, len(recording.trajectory.times) - 1))
     measured = cloud_statistics(
-        raw, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, first_token=True, ranks=False
+        raw, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, include_first_token=True, ranks=False
     )
     for label, pairs in (("i != j", PairSet.ALL), ("with the diagonal", PairSet.AS_PRINTED)):
         share = measured.aligned_pair_share.sel(pairs=pairs.value, level=arms.level).values
@@ -154,7 +154,7 @@ def _growth(arms: Factorial, recording: Recording, path: Trajectory) -> np.ndarr
     return growth_of(measured.aligned_pair_share.sel(pairs=PairSet.DISTANT.value, level=arms.level).values)
 
 
-def _centred(path: Trajectory) -> Trajectory:
+def _centered(path: Trajectory) -> Trajectory:
     """The directions of the tokens after subtracting the mean token of their prompt, without the first token."""
     weights = without_first_token(path).weights
     assert weights is not None
@@ -167,7 +167,7 @@ def _centred(path: Trajectory) -> Trajectory:
 def _raw_states(recording: Recording, depths: Sequence[int]) -> Trajectory:
     """The hidden states at some depths as they are, scaled to length 1."""
     path = recording.trajectory
-    states = torch.stack([retract(recording.stream(depth=depth).double()) for depth in depths])
+    states = torch.stack([retract(recording.residual_stream(depth=depth).double()) for depth in depths])
     return Trajectory(path.times[list(depths)], states, path.weights, axis=path.axis, replicate=path.replicate)
 
 
@@ -177,7 +177,7 @@ def _figure_1(case: TrialCase, arms: Factorial) -> tuple[list[xr.Dataset], str]:
     """
     ids = long_prompt(case.subject, case.constant("figure_1_tokens"))
     try:
-        recording = case.subject.recording_of([ids])
+        recording = case.subject.record([ids])
     except HelmscopeError as error:
         return [], f"Figure 1 as printed was not computed: {error}."
     last = len(recording.trajectory.times) - 1
@@ -211,7 +211,7 @@ def _looped(case: TrialCase, arms: Factorial) -> dict[str, np.ndarray]:
         return {}
     growths = {}
     for factor in LOOPED_FURTHER[:1] if case.quick else LOOPED_FURTHER:
-        deep = case.subject.looped(factor * loops).recording_of(arms.prompts[:LOOPED_PROMPTS])
+        deep = case.subject.looped(factor * loops).record(arms.prompts[:LOOPED_PROMPTS])
         growths[f"growth when looped to {factor * loops}"] = _growth(arms, deep, ends_of(deep.on_sphere))
     return growths
 

@@ -46,7 +46,7 @@ def transport_map(case: TrialCase) -> Finding:
     prompts = prompts_or_finding(case, "trajectory", "on_sphere", gap=1)
     if isinstance(prompts, Finding):
         return prompts
-    recording = case.subject.recording_of(prompts.texts)
+    recording = case.subject.record(prompts.texts)
     measured = transport_ratio(recording, euclidean=False)
     attention = measured.half.values == Half.ATTENTION.value
     names = [f"half-step {int(depth)}" for depth in measured.depth.values[attention]]
@@ -56,7 +56,7 @@ def transport_map(case: TrialCase) -> Finding:
     twins = np.stack([transport_ratio(twin, euclidean=False).ratio.values[attention] for twin in recordings])
     ratios, potentials = measured.ratio.values[attention], _brenier(recording, attention)
     return Finding(
-        shortage=prompts.alike,
+        undecided_because=prompts.alike,
         evidence={
             "cost ratio": _evidence(ratios, names),
             "whole depth": _or_nothing(measured.ratio_from_start.values[-1]),
@@ -117,7 +117,7 @@ def _convex(case: TrialCase, recording: Recording) -> np.ndarray:
     path = recording.on_sphere
     x = unit_states(path, 0).cpu()
     dim = x.shape[-1]
-    root = case.normal(dim, dim, stream=1) / dim**0.5
+    root = case.normal(dim, dim, index=1) / dim**0.5
     y = x + STRETCH * (x @ (root @ root.T))
     states, radius = torch.stack([x, retract(y)]), torch.stack([torch.linalg.vector_norm(z, dim=-1) for z in (x, y)])
     weights = None if path.weights is None else path.weights.cpu()

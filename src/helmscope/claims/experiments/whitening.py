@@ -51,8 +51,8 @@ def _simulated(case: TrialCase) -> Finding:
     names = [f"d = {d}" if rank == d else f"d = {d}, rank {rank}" for d, rank in cells]
     gradient, carried, commuting = [], [], []
     for k, (d, rank) in enumerate(cells):
-        hessian = _wishart(case.normal(draws, d, d, stream=2 * k))
-        sigma = _wishart(case.normal(draws, d, rank, stream=2 * k + 1))
+        hessian = _wishart(case.normal(draws, d, d, index=2 * k))
+        sigma = _wishart(case.normal(draws, d, rank, index=2 * k + 1))
         if d == 2:
             hessian[0], sigma[0] = HESSIAN, SIGMA
         gradient.append(shares(hessian, sigma))
@@ -94,19 +94,19 @@ def _on_model(case: TrialCase) -> Finding:
     if trial.without_ruling is not None:
         return trial.without_ruling
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
-    instrument = LayerWhitening(tokens=tokens, seed=case.seed, tolerance=case.constant("rank_tolerance"))
+    instrument = LayerWhitening(tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
     refused = trial.recording.unsupported_reason(instrument)
     if refused is not None:
         return Finding.impossible(refused)
     found = trial.recording.replay(instrument)[instrument.name]
 
     def silent(recording: Recording) -> Evidence:
-        return every_layer(recording.replay(instrument)[instrument.name].change)
+        return every_layer(recording.replay(instrument)[instrument.name].antisymmetric_share_change)
 
     return Finding(
-        shortage=trial.chosen.alike,
+        undecided_because=trial.chosen.alike,
         evidence={
-            "change of the share": every_layer(found.change),
+            "change of the share": every_layer(found.antisymmetric_share_change),
             "variation of Sigma": _over_layers(found.variation),
             "commutator": _over_layers(found.commutator),
         },
@@ -153,7 +153,7 @@ def shares(drift: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
 def turned_counterexample(case: TrialCase, count: int) -> list[float]:
     """|S'_12 - S'_21| / 2 of the whitened counterexample in turned axes, on which it does not depend: 0.375."""
     entries = []
-    for angle in (math.pi * case.normal(count, stream=100)).tolist():
+    for angle in (math.pi * case.normal(count, index=100)).tolist():
         turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=F64)
         white = whiten(turn @ HESSIAN @ turn.mT, turn @ SIGMA @ turn.mT).stiffness
         entries.append(abs(float(white[0, 1] - white[1, 0])) / 2)

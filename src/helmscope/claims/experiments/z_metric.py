@@ -75,10 +75,10 @@ def z_metric(case: TrialCase) -> Finding:
 def _inputs(case: TrialCase, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
     """Yield beta, a symmetric V, clouds, and a random tangent at each token."""
     dim, tokens, count, betas = (case.constant(name) for name in ("dim", "tokens", "clouds", "betas"))
-    square = case.normal(len(betas), matrices, dim, dim, stream=0)
+    square = case.normal(len(betas), matrices, dim, dim, index=0)
     shape = (len(betas), matrices, count, tokens, dim)
-    clouds = retract(case.normal(*shape, stream=1))
-    tangents = project(clouds, case.normal(*shape, stream=2))
+    clouds = retract(case.normal(*shape, index=1))
+    tangents = project(clouds, case.normal(*shape, index=2))
     for b, beta in enumerate(betas):
         for m in range(matrices):
             yield beta, (square[b, m] + square[b, m].T) / 2, clouds[b, m], tangents[b, m]

@@ -1,5 +1,5 @@
-"""An MLP at given tokens, as far as entropies and free energies need it: its potential, and the means that its drift
-b = P f / r enters into.
+"""The parts of an MLP's force at given tokens that entropies and free energies use: its potential, and the terms into
+which its drift b = P f / r enters.
 
 With U the potential of the exact per-neuron split (psi(0) = Psi(0) = 0) in the coordinates of the unit sphere, D the
 dimension of the space of the tokens (d, and d - 1 after a LayerNorm) and P the projection onto the tangent space:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ForceTerms:
+class MlpDriftTerms:
     """What a force does at each token of radius r: ``divergence`` div_S(P f) / r, ``work`` <P f, grad_S U> / r^2, the
     rate of U / r along the drift, and ``laplacian`` Lap_S U / r.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.fields.mlp import MLP
     >>> pull = MLP(w_in=torch.tensor([[1.0, 0.0]]), w_out=torch.tensor([[1.0], [0.0]]), activation=Identity())
-    >>> force_terms(pull, torch.tensor([[0.0, 1.0]]), torch.ones(1)).laplacian  # of U = x_1^2 / 2
+    >>> mlp_drift_terms(pull, torch.tensor([[0.0, 1.0]]), torch.ones(1)).laplacian  # of U = x_1^2 / 2
     tensor([1.])
     """
 
@@ -44,13 +44,13 @@ class ForceTerms:
     laplacian: Float[Tensor, "*batch"]
 
 
-def force_terms(
+def mlp_drift_terms(
     force: MLP | GatedMLP, x: Float[Tensor, "*batch d"], radius: Float[Tensor, "*batch"], *, centered: bool = False
-) -> ForceTerms:
+) -> MlpDriftTerms:
     """The terms of a force at unit vectors x of given radius; with ``centered`` among vectors of mean 0.
 
     >>> from helmscope.fields.mlp import MLP
-    >>> force_terms(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), torch.ones(2)).work
+    >>> mlp_drift_terms(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), torch.ones(2)).work
     tensor([0., 0.])
     """
     split, slopes = helmholtz(force), slopes_of(force, x)
@@ -66,7 +66,7 @@ def force_terms(
         gradient, f = (each - each.mean(-1, keepdim=True) for each in (gradient, f))
     divergence = flat - algebra.radial(slopes, x) - sphere * (x * f).sum(-1)
     tangential = f - (x * f).sum(-1, keepdim=True) * x
-    return ForceTerms(
+    return MlpDriftTerms(
         divergence / radius,
         (tangential * gradient).sum(-1) / radius.square(),
         (bend - sphere * (x * gradient).sum(-1)) / radius,

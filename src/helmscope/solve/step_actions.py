@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Extras:
+class StepActions:
     """The events, the angle within which tokens merge (None: never), the progress callback, and the function ``read``
     of the states that is stored at the requested times (None: the states themselves).
     """

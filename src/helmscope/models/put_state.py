@@ -39,7 +39,7 @@ class PutState(AbstractEdit):
     """Replace the state at one depth by ``states``, or with radius and mean by ``radius states + mean 1``; at later
     depths, reset frozen tokens to their recorded states.
 
-    The sum is computed in every forward, so that each has its own autograd graph from ``states`` on.
+    The sum is computed in every forward pass, so that each has its own autograd graph from ``states`` on.
     """
 
     depth: int
@@ -90,8 +90,8 @@ class PutState(AbstractEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PutInput(AbstractEdit):
-    """Replace the input of a layer by ``state`` without any arithmetic, for the texts ``rows``: a forward that begins
-    there agrees bit for bit with one that runs all layers before it.
+    """Replace the input of a layer by ``state`` without any arithmetic, for the texts ``rows``: a forward pass that
+    begins there agrees bit for bit with one that runs all layers before it.
     """
 
     layer: int

@@ -19,7 +19,8 @@ residual streams grow in radius, directions turn more slowly, and growth is belo
 How it fails. Other tokens do not respond, so this is not the stability of the whole cloud. The singular values of a
 model are lower bounds, from ``iterations`` steps of subspace iteration; those of a simulation are exact. A token whose
 derivative vanishes has exponents of minus infinity. Cost, with c directions, i iterations and t tokens per prompt, in
-forwards of the model: about t (4 c (1 + i) + (1 + 2 c) i), since a forward derivative takes about 4 forwards.
+forward passes of the model: about t (4 c (1 + i) + (1 + 2 c) i), since a forward derivative takes about 4 forward
+passes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ BOUNDS = {"stretch": AT_LEAST_0, "singular_value": AT_LEAST_0}
 
 
 @shows_progress("depth flow")
-def depth_flow(
+def perturbation_growth(
     system: System,
     *,
     directions: int = 2,
@@ -80,7 +81,7 @@ def depth_flow(
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> north = torch.eye(3).double()[:1].expand(1, 4, 3)  # all tokens in one point, an attractor with exponents -1
-    >>> measured = depth_flow(integrate(SA(beta=0.0), north, times=[0.0, 1.0, 2.0]))
+    >>> measured = perturbation_growth(integrate(SA(beta=0.0), north, times=[0.0, 1.0, 2.0]))
     >>> measured.exponent.values.round(2).tolist()
     [[-0.75, -0.75]]
     """
@@ -101,10 +102,10 @@ def depth_flow(
     )
 
 
-def flow_unsupported(system: System) -> str | None:
-    """One sentence that says why a system does not support ``depth_flow``; None if it does.
+def growth_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``perturbation_growth``; None if it does.
 
-    >>> flow_unsupported(None)
+    >>> growth_unsupported(None)
     'system is a NoneType, but it must be a Recording or a Simulation'
     """
     reason = flow_unsupported_reason(system)

@@ -1,4 +1,4 @@
-"""The action of the MLP on tokens: its drift, its potential, its swirl and the trace of its Jacobian.
+"""The force of the MLP on tokens: its tangential part, its potential, its swirl and the trace of its Jacobian.
 
 For a force f = grad U + R + harmonic ([Helmholtz Transformer, no. 3]; ``helmholtz``) at unit vectors x, with Df = S + A
 its symmetric and antisymmetric parts:
@@ -10,11 +10,11 @@ After a LayerNorm tokens have mean 0 over their coordinates: they lie on S^(d-2)
 and tr Df is there the trace on this space; otherwise they lie on S^(d-1) and t = d - 1.
 
 How to read it. grad U and R depend on the weights, not on f alone: different weights that define the same f can have
-different ones, and so can the coordinates (``mlp_parts``): ``unit_sphere`` (norm folded in) or ``norm_output``. The
+different ones, and so can the coordinates (``mlp_parts``): ``unit_sphere`` (norm folded in) or ``mlp_input``. The
 antisymmetric share depends only on f; 0 is a gradient, 1 a rotation, and independent random weights give 1/2. A surface
 divergence below 0 means that the force gathers tokens around x.
 How it fails. An antisymmetric share near 0.5 can belong to a force that is nearly a gradient where tokens are (see
-``mlp_projection``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
+``mlp_swirl_bound``): it weighs all directions equally, also those in which no tokens differ (see ``mlp_jacobian``).
 Cost. One replay; 4 d h multiplications per token for h neurons, and h^2 at each sampled token; no d x d matrix.
 """
 
@@ -30,7 +30,7 @@ from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.token_choice import spaced_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -42,24 +42,25 @@ if TYPE_CHECKING:
 
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
+NEAR_UNIT = 2e-5  # how far from the unit vectors a norm's epsilon may have put the points that the model has read
 TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evaluated
-AXES = {"unit_sphere": "norm folded in: unit sphere", "norm_output": "norm not folded in: its output"}
+AXES = {"unit_sphere": "norm folded in: unit sphere", "mlp_input": "norm not folded in: MLP input"}
 LABELS = {
-    "force": "length of the MLP's force",
-    "tangential_speed": "length of its tangential part",
-    "radial_force": "its radial part <x, f>",
-    "harmonic": "length of its constant part: b_out and constant neurons",
-    "trace": "trace of its Jacobian",
-    "antisymmetric_share": "antisymmetric share of its Jacobian, |A|^2 / |Df|^2",
-    "surface_divergence": "surface divergence of its tangential part",
+    "force_length": "length |f| of the MLP's force",
+    "tangential_speed": "length |P f| of the tangential part of the MLP's force",
+    "radial_force": "radial part <x, f> of the MLP's force",
+    "harmonic_length": "length of the constant part of the MLP's force: b_out and constant neurons",
+    "trace": "trace of the MLP's Jacobian",
+    "antisymmetric_share": "antisymmetric share |A|^2 / |Df|^2 of the MLP's Jacobian",
+    "surface_divergence": "surface divergence of the tangential part of the MLP's force",
     "attention_tangential_speed": "length of the tangential part of what attention writes",
 }
 for _coordinates, _text in AXES.items():
     LABELS |= {
         f"potential_{_coordinates}": f"potential U of the MLP ({_text})",
         f"energy_{_coordinates}": f"energy V = -U of the MLP ({_text})",
-        f"gradient_{_coordinates}": f"|grad U| ({_text})",
-        f"swirl_{_coordinates}": f"|R|, the algebraic swirl ({_text})",
+        f"gradient_length_{_coordinates}": f"length |grad U| of the MLP's gradient part ({_text})",
+        f"swirl_length_{_coordinates}": f"length |R| of the MLP's algebraic swirl ({_text})",
         f"swirl_fraction_as_printed_{_coordinates}": f"sum |R|^2 / sum |f|^2, as printed ({_text})",
     }
 EXPERT = {f"expert_{name}": f"{text}, by expert" for name, text in LABELS.items() if "as_printed" not in name}
@@ -69,18 +70,18 @@ BOUNDS = {name: AT_LEAST_0 for name in LABELS if not any(part in name for part i
 BOUNDS |= {"antisymmetric_share": SHARE, "expert_antisymmetric_share": SHARE}
 
 
-class DriftAndSwirl(Instrument):
+class MlpForce(Instrument):
     """Instrument: the MLP's force in each layer (at each time of a simulation), averaged over the tokens of each system
     by their weights.
 
-    ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic`` |f - grad U - R|, which is b_out
-    with the constant neurons; ``antisymmetric_share`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0), ``trace`` tr Df and
-    ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in) and norm_output (not
-    folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_C`` |grad U|, ``swirl_C`` |R|, and
-    ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system, which is not a fraction: it
-    depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3]. Where there is attention also
-    ``attention_tangential_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of
-    step size 1.
+    ``force_length`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic_length`` |f - grad U - R|,
+    which is b_out with the constant neurons; ``antisymmetric_share`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0),
+    ``trace`` tr Df and ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in)
+    and mlp_input (not folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_length_C`` |grad U|,
+    ``swirl_length_C`` |R|, and ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system,
+    which is not a fraction: it depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3].
+    Where there is attention also ``attention_tangential_speed`` |P a|, with a the write of attention (after a norm, if
+    one follows) for a layer of step size 1.
 
     ``antisymmetric_share``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a
     prompt at most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2)
@@ -101,11 +102,11 @@ class DriftAndSwirl(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> run = integrate(turn, torch.eye(2).expand(3, 2, 2), times=[0.0])
-    >>> run.replay(DriftAndSwirl())["drift_and_swirl"].tangential_speed.values.tolist()
+    >>> run.replay(MlpForce())["mlp_force"].tangential_speed.values.tolist()
     [[1.0, 1.0, 1.0]]
     """
 
-    name = "drift_and_swirl"
+    name = "mlp_force"
     needs = Needs.FORCE | Needs.ATTENTION_WRITE
 
     def __init__(self, *, per_token: bool = False, tokens: int | None = TOKENS) -> None:
@@ -117,7 +118,7 @@ class DriftAndSwirl(Instrument):
         self._facts: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"DriftAndSwirl(per_token={self.per_token}, tokens={self.tokens})"
+        return f"MlpForce(per_token={self.per_token}, tokens={self.tokens})"
 
     def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured: its forces must be MLPs or mixtures of them."""
@@ -151,7 +152,7 @@ class DriftAndSwirl(Instrument):
         self._facts = {
             "tangent_dimension": str(x.shape[-1] - 1 - centered),
             "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
-            "norm_output: the output of the norm",
+            "mlp_input: the output of the norm, which the MLP reads",
             "jacobian_tokens": "all" if self.tokens is None else f"at most {self.tokens}, evenly spaced",
         }
         if isinstance(prepared, PreparedMixture):
@@ -161,9 +162,14 @@ class DriftAndSwirl(Instrument):
             self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
         else:
             every = self.tokens is None or self.tokens >= weights.shape[-1]
-            sample = None if every else spaced_tokens(weights, self.tokens, first_token=True)[0]
-            blocks = row_blocks(len(x), x.shape[-2] * len(prepared.algebra.rows))
-            parts = joined([prepared.at(x[block], None if sample is None else sample[block]) for block in blocks])
+            sample = None if every else spaced_tokens(weights, self.tokens, include_first_token=True)[0]
+            known = _reads_unit_vectors(x if tensors.point is None else tensors.point, weights)
+            parts = prepared.at(
+                x,
+                sample,
+                preactivations=tensors.preactivations if known else None,
+                force=tensors.force_value if known else None,
+            )
         tokens = token_quantities(parts, x, centered=centered)
         # what was not evaluated is NaN
         evaluated = weights * ~parts.radial_slope.isnan()
@@ -172,7 +178,7 @@ class DriftAndSwirl(Instrument):
         apart = _flat_divergence(parts, tokens["radial_force"], x.shape[-1], centered)
         means["surface_divergence"] = token_mean(apart, weights) - token_mean(parts.radial_slope, evaluated)
         for name in parts.splits:
-            fraction = _ratio_of_squared_sums(tokens[f"swirl_{name}"], tokens["force"], weights)
+            fraction = _ratio_of_squared_sums(tokens[f"swirl_length_{name}"], tokens["force_length"], weights)
             means[f"swirl_fraction_as_printed_{name}"] = fraction
         self.keep(context, means)
         if self.per_token:
@@ -206,19 +212,19 @@ class DriftAndSwirl(Instrument):
         return with_bounds(measured, BOUNDS)
 
 
-def drift_and_swirl(system: System, *, per_token: bool = False, tokens: int | None = TOKENS) -> xr.Dataset:
-    """Force, potential and swirl of a system's MLPs, with replicates: ``DriftAndSwirl`` by one replay.
+def mlp_force(system: System, *, per_token: bool = False, tokens: int | None = TOKENS) -> xr.Dataset:
+    """Force, potential and swirl of a system's MLPs, with replicates: ``MlpForce`` by one replay.
 
-    Arguments, quantities and errors are those of ``DriftAndSwirl``.
+    Arguments, quantities and errors are those of ``MlpForce``.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
-    >>> measured = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
+    >>> measured = mlp_force(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
     >>> measured.tangential_speed.values.round(6).tolist(), measured.antisymmetric_share.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
-    instrument = DriftAndSwirl(per_token=per_token, tokens=tokens)
+    instrument = MlpForce(per_token=per_token, tokens=tokens)
     return check_system(system).replay(instrument)[instrument.name]
 
 
@@ -232,9 +238,9 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
     """
     f, inner = parts.force, (x * parts.force).sum(-1)
     tangential = f - inner.unsqueeze(-1) * x - (f.mean(-1, keepdim=True) if centered else 0.0)
-    vectors = {"force": f, "tangential_speed": tangential, "harmonic": parts.harmonic}
-    vectors |= {f"gradient_{name}": split.gradient for name, split in parts.splits.items()}
-    vectors |= {f"swirl_{name}": split.swirl for name, split in parts.splits.items()}
+    vectors = {"force_length": f, "tangential_speed": tangential, "harmonic_length": parts.harmonic}
+    vectors |= {f"gradient_length_{name}": split.gradient for name, split in parts.splits.items()}
+    vectors |= {f"swirl_length_{name}": split.swirl for name, split in parts.splits.items()}
     return {
         **{name: torch.linalg.vector_norm(value, dim=-1) for name, value in vectors.items()},
         **{f"potential_{name}": split.potential for name, split in parts.splits.items()},
@@ -254,6 +260,12 @@ def _flat_divergence(parts: Parts, inner: Tensor, dim: int, centered: bool) -> T
     """The surface divergence without its term -x^T Df x, which is evaluated at sampled tokens only."""
     trace = parts.jacobian.trace - (parts.mean_slope if centered else 0.0)
     return trace - (dim - 1 - centered) * inner
+
+
+def _reads_unit_vectors(point: Tensor, weights: Tensor) -> bool:
+    """Whether the points of the tokens that count are unit vectors, but for rounding."""
+    gap = torch.where(weights > 0, torch.linalg.vector_norm(point, dim=-1) - 1, 0.0)
+    return float(gap.abs().max()) <= NEAR_UNIT
 
 
 def prepared_force(
@@ -282,21 +294,21 @@ def unit_points(instrument: Instrument, context: ReplayContext, points: Tensor |
 
     >>> from helmscope.types import Half, ReplayContext
     >>> context = ReplayContext(0, Half.MLP, 0.0, slice(0, 1))
-    >>> unit_points(DriftAndSwirl(), context, torch.tensor([[[1.05, 0.0]]]), torch.ones(1, 1))
+    >>> unit_points(MlpForce(), context, torch.tensor([[[1.05, 0.0]]]), torch.ones(1, 1))
     tensor([[[1., 0.]]])
     """
     assert points is not None
     axis = torch.zeros_like(points)
     axis[..., 0] = 1.0
     points = torch.where((weights > 0).unsqueeze(-1), points, axis)
-    broken = ~torch.isfinite(points).all(-1)
+    length = torch.linalg.vector_norm(points, dim=-1)
+    broken = ~torch.isfinite(length)
     if bool(broken.any()):
         row, token = (int(i) for i in broken.nonzero()[0])
         raise HelmscopeError(
             f"system has a state that is not finite, at {instrument.plan.replicate} {context.rows.start + row}, layer "
             f"{context.layer}, token {token}, but {instrument.name} needs finite states"
         )
-    length = torch.linalg.vector_norm(points, dim=-1)
     if bool(((length - 1).abs() > 0.1).any()):
         raise HelmscopeError(
             f"system has an MLP that reads points of length {float(length.min()):.3g} to {float(length.max()):.3g}, "

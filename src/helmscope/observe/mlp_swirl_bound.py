@@ -18,7 +18,7 @@ attribute ``undetermined`` says so. At most ``neurons`` neurons, those with the 
 their own.
 In a mixture of experts f = sum_k p_k f_k, every expert k has a potential U_k of its own, fitted to f_k at the tokens
 that select it, by token weight times p_k; ``expert_NAME`` is its share there, with the same weights. As routed, with
-the routing weights frozen as in ``drift_and_swirl``, the share is sum_t |f - sum_k p_k grad U_k|^2 / sum_t |f|^2;
+the routing weights frozen as in ``mlp_force``, the share is sum_t |f - sum_k p_k grad U_k|^2 / sum_t |f|^2;
 potentials fitted to the sum, not to each expert, would leave less. sum_k p_k grad U_k is not a gradient where p varies.
 An expert needs tokens that span all dimensions too, in four prompts or more; else it has no share (NaN), and the layer
 none as routed.
@@ -37,7 +37,7 @@ import torch
 from helmscope.fields.gradient_fit import GradientBasis, Moments, fit_moments, root_mean_square
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import MixtureOfExperts
-from helmscope.observe.drift_and_swirl import unit_points
+from helmscope.observe.mlp_force import unit_points
 from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import check_system, token_weights
@@ -66,7 +66,7 @@ RANK = 1e-6  # spread along a dimension, relative to the length of tokens, that 
 
 
 @shows_progress("projecting MLPs on gradients")
-def mlp_projection(
+def mlp_swirl_bound(
     system: System, *, neurons: int = 768, tokens: int = 4096, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The share of the force of each MLP that no potential of the basis explains, cross-validated over prompts: an
@@ -84,7 +84,7 @@ def mlp_projection(
     >>> from helmscope.solve.integrate import integrate
     >>> x = torch.nn.functional.normalize(torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     >>> still = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
-    >>> bool(mlp_projection(integrate(still, x, times=[0.0])).swirl_share_bound.max() < 1e-2)
+    >>> bool(mlp_swirl_bound(integrate(still, x, times=[0.0])).swirl_share_bound.max() < 1e-2)
     True
     """
     instrument = _Samples(check_integer("tokens", tokens, at_least=8))
@@ -115,12 +115,12 @@ def mlp_projection(
     return measured
 
 
-def projection_unsupported(system: System) -> str | None:
-    """One sentence that says why a system does not support ``mlp_projection``; None if it does.
+def swirl_bound_unsupported(system: System) -> str | None:
+    """One sentence that says why a system does not support ``mlp_swirl_bound``; None if it does.
 
     >>> from helmscope.solve.integrate import integrate
-    >>> projection_unsupported(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
-    'system has fewer than four systems, but mlp_projection fits on halves of halves of them'
+    >>> swirl_bound_unsupported(integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), torch.eye(2), times=[0.0]))
+    'system has fewer than four systems, but mlp_swirl_bound fits on halves of halves of them'
     """
     return system.unsupported_reason(_Samples(8))
 
@@ -128,7 +128,7 @@ def projection_unsupported(system: System) -> str | None:
 class _Samples(Instrument):
     """Instrument: keeps evenly spaced tokens of every prompt and the force of every layer."""
 
-    name = "mlp_projection"
+    name = "mlp_swirl_bound"
     needs = Needs.FORCE
 
     def __init__(self, tokens: int) -> None:
@@ -150,7 +150,7 @@ class _Samples(Instrument):
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         weights = token_weights(tensors.state, context.weights)
         x = unit_points(self, context, tensors.point, weights)
-        chosen, counts = spaced_tokens(weights, max(1, self.tokens // self.plan.replicates), first_token=True)
+        chosen, counts = spaced_tokens(weights, max(1, self.tokens // self.plan.replicates), include_first_token=True)
         x, weights = taken(x, chosen), taken(weights, chosen) * counts
         self.centered = is_centered(tensors.norm)
         rows = self._rows.setdefault(context.layer, [])
@@ -318,7 +318,7 @@ class _CrossValidated:
 
 
 def _fit(basis: GradientBasis, moments: Moments, ridge: float | None, iterations: int = ITERATIONS) -> FittedGradient:
-    return fit_moments(basis, moments, ridge, tolerance=TOLERANCE, iterations=iterations)
+    return fit_moments(basis, moments, ridge, tol=TOLERANCE, iterations=iterations)
 
 
 @dataclass(frozen=True, eq=False)

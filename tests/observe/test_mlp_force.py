@@ -19,7 +19,7 @@ from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry import surface
 from helmscope.models.record import record
-from helmscope.observe.drift_and_swirl import drift_and_swirl
+from helmscope.observe.mlp_force import mlp_force
 from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
@@ -55,7 +55,7 @@ def agrees(seen, values, rel=1e-13) -> None:
 
 def measured(system, **options):
     """Means, errors and intervals over the systems."""
-    return hs.reduce_replicates(drift_and_swirl(system, **options))
+    return hs.reduce_replicates(mlp_force(system, **options))
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
@@ -72,21 +72,21 @@ def test_an_mlp_is_the_loop_over_neurons(mask):
 
     def squares(x):
         token = of_token(x)
-        return {"swirl": token["swirl_unit_sphere"] ** 2, "force": token["force"] ** 2}
+        return {"swirl": token["swirl_length_unit_sphere"] ** 2, "force_length": token["force_length"] ** 2}
 
     sums = by_tokens(squares, run.states, real)
-    agrees(seen, {"swirl_fraction_as_printed_unit_sphere": sums["swirl"] / sums["force"]})
+    agrees(seen, {"swirl_fraction_as_printed_unit_sphere": sums["swirl"] / sums["force_length"]})
     for name in (
         "potential",
         "energy",
-        "gradient",
-        "swirl",
+        "gradient_length",
+        "swirl_length",
         "swirl_fraction_as_printed",
     ):  # no norm: no other coordinates
-        assert seen[f"{name}_norm_output"].equals(seen[f"{name}_unit_sphere"])
+        assert seen[f"{name}_mlp_input"].equals(seen[f"{name}_unit_sphere"])
     assert seen.attrs["n"] == 3
     assert "attention_tangential_speed" not in seen
-    assert seen.harmonic.values == pytest.approx([B_OUT.norm().item()] * 2, rel=1e-13)
+    assert seen.harmonic_length.values == pytest.approx([B_OUT.norm().item()] * 2, rel=1e-13)
 
 
 def test_a_gated_mlp_in_a_block_with_attention():
@@ -97,9 +97,9 @@ def test_a_gated_mlp_in_a_block_with_attention():
         x = torch.tensor(listed, dtype=F64)
         df = torch.autograd.functional.jacobian(GATED.ambient, x)
         return {
-            "force": GATED(x).norm().item(),
-            "gradient_unit_sphere": split.gradient(x).norm().item(),
-            "swirl_unit_sphere": split.swirl(x).norm().item(),
+            "force_length": GATED(x).norm().item(),
+            "gradient_length_unit_sphere": split.gradient(x).norm().item(),
+            "swirl_length_unit_sphere": split.swirl(x).norm().item(),
             "potential_unit_sphere": split.potential(x).item(),
             "trace": df.trace().item(),
             "antisymmetric_share": ((df - df.T).norm() ** 2 / 4 / df.norm() ** 2).item(),
@@ -130,7 +130,7 @@ def test_a_residual_stream_has_the_force_on_its_directions():
     run = hs.integrate(block, y, times=[0.0])
     seen = measured(run)
     f = TANH(norm(y))
-    assert seen.force.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
+    assert seen.force_length.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
     a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
     assert seen.attention_tangential_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
 
@@ -141,7 +141,7 @@ def test_under_a_layer_the_mlp_is_read_between_the_halves():
     run = hs.integrate(block, X, times=[0.0, 0.5], stepper=hs.Layer(0.5))
     seen = measured(run)
     middle = hs.sphere.retract(X + 0.5 * hs.SA(2.0).ambient(X))
-    assert seen.force[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
+    assert seen.force_length[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
     speed = hs.SA(2.0)(X).norm(dim=-1).mean()
     assert seen.attention_tangential_speed[0].item() == pytest.approx(speed.item(), rel=1e-13)
 
@@ -151,7 +151,7 @@ def test_the_norm_before_the_mlp_says_where_the_force_is_read():
     placement = PreNorm(attention_norm=LayerNorm(), mlp_norm=RMSNorm())
     y = 3 * X + 1
     seen = measured(hs.integrate(Block(hs.SA(2.0), TANH, placement=placement), y, times=[0.0]))
-    assert seen.force.item() == pytest.approx(TANH(RMSNorm()(y)).norm(dim=-1).mean().item(), rel=1e-13)
+    assert seen.force_length.item() == pytest.approx(TANH(RMSNorm()(y)).norm(dim=-1).mean().item(), rel=1e-13)
 
 
 def linear(matrix):
@@ -163,14 +163,14 @@ def test_closed_forms_of_linear_forces():
     """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), antisymmetric share b^2 / (a^2 + b^2), U = a / 2."""
     x = hs.Uniform(5, 2).sample(2, seed=1)
     seen = measured(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
-    exact = {"force": 5, "tangential_speed": 4, "radial_force": 3, "trace": 6}
+    exact = {"force_length": 5, "tangential_speed": 4, "radial_force": 3, "trace": 6}
     exact |= {"potential_unit_sphere": 1.5, "energy_unit_sphere": -1.5}
-    exact |= {"gradient_unit_sphere": 3, "swirl_unit_sphere": 4}
+    exact |= {"gradient_length_unit_sphere": 3, "swirl_length_unit_sphere": 4}
     exact |= {
         "antisymmetric_share": 0.64,
         "swirl_fraction_as_printed_unit_sphere": 0.64,
         "surface_divergence": 0,
-        "harmonic": 0,
+        "harmonic_length": 0,
     }
     for name, value in exact.items():
         assert seen[name].item() == pytest.approx(value, rel=1e-14, abs=1e-14), name
@@ -206,19 +206,19 @@ def test_no_derivative_no_swirl():
     seen = measured(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
     assert math.isnan(seen.antisymmetric_share.item())
     assert seen.surface_divergence.item() == pytest.approx(-1.0)
-    assert math.isnan(seen.force_stderr.item())
+    assert math.isnan(seen.force_length_stderr.item())
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (
-            lambda: drift_and_swirl(hs.integrate(hs.SA(1.0), X, times=[1.0])),
+            lambda: mlp_force(hs.integrate(hs.SA(1.0), X, times=[1.0])),
             r"^system has no MLP: force\(layer=0\) is None, but",
         ),
-        (lambda: drift_and_swirl(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
-        (lambda: drift_and_swirl(TANH), "system is MLP.*System"),
-        (lambda: drift_and_swirl(hs.integrate(TANH, X, times=[1.0]), per_token=1), "per_token is 1.*True or False"),
+        (lambda: mlp_force(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
+        (lambda: mlp_force(TANH), "system is MLP.*System"),
+        (lambda: mlp_force(hs.integrate(TANH, X, times=[1.0]), per_token=1), "per_token is 1.*True or False"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):
@@ -229,8 +229,8 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
 
 def test_the_speed_of_attention_before_a_layernorm_leaves_out_the_mean_over_coordinates():
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=5))
-    seen = drift_and_swirl(recording).attention_tangential_speed.values[0]
-    y, after = recording.stream(depth=0), recording.stream(depth=1)
+    seen = mlp_force(recording).attention_tangential_speed.values[0]
+    y, after = recording.residual_stream(depth=0), recording.residual_stream(depth=1)
     x = y - y.mean(-1, keepdim=True)
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     write = after - y

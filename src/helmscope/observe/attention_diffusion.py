@@ -10,9 +10,10 @@ mean), all divided by |y|^2,
 
     nu = tr(T Sigma T) / d_t,    anisotropy = tr(S^2) / (tr S)^2 with S = T Sigma T, in [1 / d_t, 1].
 
-Traces come from Gram matrices for all tokens (``AttentionNoise``); what needs the matrix itself - anisotropy, rank and
-eigenvalues - is computed for a few tokens of each prompt, drawn by a seed (``AttentionNoiseSpectrum``). The rank of one
-head is at most min(number of keys - 1, d_head); for tokens with few keys that bound, and not the model, decides.
+Traces come from Gram matrices for all tokens (``AttentionDiffusion``); what needs the matrix itself - anisotropy, rank
+and eigenvalues - is computed for a few tokens of each prompt, drawn by a seed (``AttentionDiffusionSpectrum``). The
+rank of one head is at most min(number of keys - 1, d_head); for tokens with few keys that bound, and not the model,
+decides.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SPECTRUM_NAMES = {
 }
 
 
-class AttentionNoise(Instrument):
+class AttentionDiffusion(Instrument):
     """Instrument: the diffusivity nu of attention in modes A and B, averaged over the tokens of each prompt.
 
     ``nu_token_sampling`` and ``nu_random_values`` are per head; ``total_nu_token_sampling``, ``total_nu_random_values``
@@ -69,12 +70,12 @@ class AttentionNoise(Instrument):
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64).expand(1, 2, 2), times=[0.0])
-    >>> measured = run.replay(AttentionNoise())["attention_noise"]
+    >>> measured = run.replay(AttentionDiffusion())["attention_diffusion"]
     >>> measured.nu_token_sampling.item(), measured.nu_random_values.item(), measured.total_nu_as_printed.item()
     (0.125, 0.0625, 0.125)
     """
 
-    name = "attention_noise"
+    name = "attention_diffusion"
     needs = HEADS_NEED
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
@@ -95,26 +96,26 @@ class AttentionNoise(Instrument):
         return described(with_bounds(super().result(), dict.fromkeys(TRACE_NAMES, AT_LEAST_0)), TRACE_NAMES)
 
 
-def attention_noise(system: System) -> xr.Dataset:
-    """The diffusivity of attention in modes A and B, with replicates: ``AttentionNoise`` by one replay.
+def attention_diffusion(system: System) -> xr.Dataset:
+    """The diffusivity of attention in modes A and B, with replicates: ``AttentionDiffusion`` by one replay.
 
     >>> from helmscope import record
-    >>> measured = attention_noise(record("A", ["Once upon a time there was a cat"]))
+    >>> measured = attention_diffusion(record("A", ["Once upon a time there was a cat"]))
     >>> measured.nu_token_sampling.dims
     ('layer', 'prompt', 'head')
     >>> bool((measured.total_nu_token_sampling > measured.total_nu_random_values)[1:].all())
     True
     """
-    instrument = AttentionNoise()
+    instrument = AttentionDiffusion()
     return check_system(system).replay(instrument)[instrument.name]
 
 
-class AttentionNoiseSpectrum(Instrument):
+class AttentionDiffusionSpectrum(Instrument):
     """Instrument: anisotropy, rank and eigenvalues of the tangent Sigma_A, averaged over a few tokens of each prompt.
 
     ``tokens`` of each prompt are drawn by ``seed`` among those that count, without the first ``skip`` of them, which
     see few keys under a causal mask; all of them where there are fewer. The same tokens are used in every layer, and
-    they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tolerance`` times the
+    they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tol`` times the
     largest), its bound ``rank_bound`` and the number of keys, ``key_count``. Summed over heads: ``total_anisotropy``,
     ``total_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
     ``eigenvalue_share`` of the ``top`` largest eigenvalues. NaN where Sigma is 0. With fewer keys than dimensions the
@@ -125,20 +126,20 @@ class AttentionNoiseSpectrum(Instrument):
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(3, dtype=torch.float64).expand(1, 3, 3), times=[0.0])
-    >>> measured = run.replay(AttentionNoiseSpectrum())["attention_noise_spectrum"]
+    >>> measured = run.replay(AttentionDiffusionSpectrum())["attention_diffusion_spectrum"]
     >>> measured.total_rank.item(), round(measured.total_anisotropy.item(), 4)  # eigenvalues 1/2 and 1/6 of Cov
     (2.0, 0.625)
     """
 
-    name = "attention_noise_spectrum"
+    name = "attention_diffusion_spectrum"
     needs = HEADS_NEED
 
-    def __init__(self, *, tokens: int = 2, seed: int = 0, skip: int = 0, top: int = 4, tolerance: float = 1e-6) -> None:
+    def __init__(self, *, tokens: int = 2, seed: int = 0, skip: int = 0, top: int = 4, tol: float = 1e-6) -> None:
         self.tokens = check_integer("tokens", tokens, at_least=1)
         self.seed = check_integer("seed", seed, at_least=0)
         self.skip = check_integer("skip", skip, at_least=0)
         self.top = check_integer("top", top, at_least=1)
-        self.tolerance = check_real("tolerance", tolerance, above=0)
+        self.tol = check_real("tol", tol, above=0)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the spectra of the sampled tokens of a layer."""
@@ -149,9 +150,9 @@ class AttentionNoiseSpectrum(Instrument):
         output = centered_output(with_heads(tensors)[2].double(), centered=context.centered)
         x = taken(spaces.x, chosen).double()
         scale = taken(spaces.radius.unsqueeze(-1), chosen).squeeze(-1).double() ** -2
-        heads = _head_spectra(per_head, output, x, keys, self.tolerance)
+        heads = _head_spectra(per_head, output, x, keys, self.tol)
         sigma = tangent_covariance(per_head, output, x) * scale[..., None, None]
-        totals = _total_spectra(sigma, spaces.dim, self.tolerance)
+        totals = _total_spectra(sigma, spaces.dim, self.tol)
         shares = totals.pop("eigenvalue_share")[..., : self.top]
         m = counts.double()
         has_heads = tensors.kernel is not None and tensors.kernel.ndim == 4
@@ -168,15 +169,15 @@ class AttentionNoiseSpectrum(Instrument):
         return described(with_bounds(super().result(), bounds), SPECTRUM_NAMES)
 
 
-def attention_noise_spectrum(system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0) -> xr.Dataset:
-    """Anisotropy, rank and eigenvalues of Sigma_A, with replicates: ``AttentionNoiseSpectrum`` by one replay.
+def attention_diffusion_spectrum(system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0) -> xr.Dataset:
+    """Anisotropy, rank and eigenvalues of Sigma_A, with replicates: ``AttentionDiffusionSpectrum`` by one replay.
 
     >>> from helmscope import record
-    >>> measured = attention_noise_spectrum(record("A", ["Once upon a time there was a cat"]), tokens=1)
+    >>> measured = attention_diffusion_spectrum(record("A", ["Once upon a time there was a cat"]), tokens=1)
     >>> bool((measured["rank"] <= measured.rank_bound).all())
     True
     """
-    instrument = AttentionNoiseSpectrum(tokens=tokens, seed=seed, skip=skip)
+    instrument = AttentionDiffusionSpectrum(tokens=tokens, seed=seed, skip=skip)
     return check_system(system).replay(instrument)[instrument.name]
 
 
@@ -231,7 +232,7 @@ def tangent_covariance(
 
 
 def spectrum_statistics(
-    eigenvalues: Float[Tensor, "*batch k"], dim: int, tolerance: float
+    eigenvalues: Float[Tensor, "*batch k"], dim: int, tol: float
 ) -> dict[str, Float[Tensor, "*batch"]]:
     """Anisotropy, rank, smallest eigenvalue over the mean one and effective share of directions, of the ``dim`` largest
     eigenvalues in ascending order; where all are 0, the rank is 0 and the others are NaN.
@@ -246,7 +247,7 @@ def spectrum_statistics(
     trace, squares = values.sum(-1), (values**2).sum(-1)
     some = trace > 0
     anisotropy = squares / torch.where(some, trace, torch.nan) ** 2
-    rank = torch.where(trace.isnan(), torch.nan, (values > tolerance * values[..., -1:]).sum(-1).to(values))
+    rank = torch.where(trace.isnan(), torch.nan, (values > tol * values[..., -1:]).sum(-1).to(values))
     smallest = values[..., 0] * dim / torch.where(some, trace, torch.nan)
     return {
         "anisotropy": anisotropy,
@@ -258,7 +259,7 @@ def spectrum_statistics(
 
 @full_precision
 def _head_spectra(
-    covariances: Tensor, output: Tensor, x: Tensor, keys: Tensor, tolerance: float
+    covariances: Tensor, output: Tensor, x: Tensor, keys: Tensor, tol: float
 ) -> dict[str, Float[Tensor, "rows tokens heads"]]:
     """Spectra of T W_O Cov W_O^T T from those of A^T W_O^T T W_O A with Cov = A A^T, in the space of a head."""
     s = output.shape[-1]
@@ -269,15 +270,15 @@ def _head_spectra(
     root = basis * size.clamp(min=0).sqrt().unsqueeze(-2)
     values = torch.linalg.eigvalsh(root.mT @ inner @ root)
     values = torch.where(torch.isfinite(covariances).all(-1).all(-1).unsqueeze(-1), values, torch.nan)
-    found = spectrum_statistics(values, s, tolerance)
+    found = spectrum_statistics(values, s, tol)
     bound = (keys - 1).clamp(max=float(s))
     return {"anisotropy": found["anisotropy"], "rank": found["rank"], "rank_bound": bound, "key_count": keys}
 
 
-def _total_spectra(sigma: Tensor, dim: int, tolerance: float) -> dict[str, Tensor]:
+def _total_spectra(sigma: Tensor, dim: int, tol: float) -> dict[str, Tensor]:
     values = torch.linalg.eigvalsh(_finite(sigma))
     values = torch.where(torch.isfinite(sigma).all(-1).all(-1).unsqueeze(-1), values, torch.nan)
-    found = spectrum_statistics(values, dim, tolerance)
+    found = spectrum_statistics(values, dim, tol)
     top = values.flip(-1)[..., :dim].clamp(min=0)
     total = top.sum(-1, keepdim=True)
     return {

@@ -14,9 +14,9 @@ from helmscope.fields.mlp import MLP
 from helmscope.fields.noise import IsotropicNoise
 from helmscope.geometry.sphere import exp, project, retract, tangent_basis
 from helmscope.models.record import record
-from helmscope.observe import depth_flow
-from helmscope.observe.depth_flow import _generator
+from helmscope.observe import perturbation_growth
 from helmscope.observe.frozen_token import flow_unsupported_reason, frozen_token
+from helmscope.observe.perturbation_growth import _generator
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
@@ -74,10 +74,10 @@ def test_flow_of_a_mixture_of_experts_is_that_of_plain_operations(family):
     model = tiny_model(family)
     model.set_experts_implementation("grouped_mm")  # has no forward derivative
     recording = record(model, inputs_of(family, batch=2))
-    measured = depth_flow(recording, directions=2, iterations=2, seed=3)
+    measured = perturbation_growth(recording, directions=2, iterations=2, seed=3)
     assert model.config._experts_implementation == "grouped_mm"
     model.set_experts_implementation("eager")
-    plain = depth_flow(record(model, inputs_of(family, batch=2)), directions=2, iterations=2, seed=3)
+    plain = perturbation_growth(record(model, inputs_of(family, batch=2)), directions=2, iterations=2, seed=3)
     assert measured.stretch.values == pytest.approx(plain.stretch.values, rel=1e-4)
     assert measured.singular_value.values == pytest.approx(plain.singular_value.values, rel=1e-4)
 
@@ -92,8 +92,8 @@ def test_experts_whose_kernel_cannot_be_replaced_are_refused():
     assert model.config._experts_implementation == "deepgemm_megamoe"
 
 
-@pytest.mark.parametrize(("family", "tolerance"), [("gpt2", 1e-11), ("bert", 1e-11), ("llama", 1e-6)])
-def test_backward_products_are_the_transpose_of_forward_ones(family, tolerance):
+@pytest.mark.parametrize(("family", "tol"), [("gpt2", 1e-11), ("bert", 1e-11), ("llama", 1e-6)])
+def test_backward_products_are_the_transpose_of_forward_ones(family, tol):
     recording = recording_of(family)
     token = frozen_token(recording, torch.tensor([2, 1]))
     w = token.tangents(2, torch.Generator().manual_seed(0))
@@ -102,12 +102,12 @@ def test_backward_products_are_the_transpose_of_forward_ones(family, tolerance):
     back = token.transposed(v)
     for i in range(2):
         for j in range(2):
-            assert ((v[i] * forward[j]).sum(-1) - (back[i] * w[j]).sum(-1)).abs().max() < tolerance
+            assert ((v[i] * forward[j]).sum(-1) - (back[i] * w[j]).sum(-1)).abs().max() < tol
 
 
 def test_singular_values_exponents_and_stretch_agree_with_the_whole_jacobian():
     recording = recording_of("gpt2")
-    measured = depth_flow(recording, directions=2, iterations=40, seed=3)
+    measured = perturbation_growth(recording, directions=2, iterations=40, seed=3)
     generator = _generator(3)
     weights = torch.ones(recording.trajectory.states.shape[1:3], dtype=F64)
     weights = weights if recording.trajectory.weights is None else recording.trajectory.weights[0].double().clone()
@@ -121,7 +121,7 @@ def test_singular_values_exponents_and_stretch_agree_with_the_whole_jacobian():
     # the two largest are close to each other and to the next, so that the iteration converges slowly, from below
     assert measured.singular_value.values == pytest.approx(exact[:, :2].numpy(), rel=0.02)
     assert (measured.singular_value.values <= exact[:, :2].numpy() + 1e-12).all()
-    rough = depth_flow(recording, directions=2, iterations=1, seed=3)
+    rough = perturbation_growth(recording, directions=2, iterations=1, seed=3)
     assert (rough.singular_value.values <= measured.singular_value.values + 1e-12).all()
     images = torch.stack([token.images(each) for each in start])
     for prompt in range(2):
@@ -141,7 +141,7 @@ def test_the_squared_stretch_of_random_directions_estimates_the_frobenius_norm()
     token = frozen_token(linear_flow(matrix, randn(1, 1, 4).expand(1, 2, 4), times=(0.0, 0.5)), torch.tensor([1]))
     whole = torch.stack([token.images(each)[-1] for each in token.tangents(3, torch.Generator().manual_seed(5))])
     exact = float(whole.square().sum()) / 3
-    squares = depth_flow(run, directions=1, iterations=0).stretch.values[-1] ** 2
+    squares = perturbation_growth(run, directions=1, iterations=0).stretch.values[-1] ** 2
     assert abs(squares.mean() - exact) < 4 * squares.std() / len(squares) ** 0.5
     assert squares.std() > 0.05 * exact
 
@@ -156,7 +156,7 @@ def linear_flow(matrix, start, times=(0.0, 0.5, 1.0)):
 def test_a_linear_flow_in_closed_form():
     matrix = randn(4, 4)
     run = linear_flow(matrix, randn(2, 3, 4, seed=1))
-    measured = depth_flow(run, directions=3, seed=1)
+    measured = perturbation_growth(run, directions=3, seed=1)
     weights = torch.ones(2, 3, dtype=F64)
     weights[:, 0] = 0
     tokens = torch.multinomial(weights, 1, generator=_generator(1))[:, 0]
@@ -188,9 +188,9 @@ def test_one_token_of_sa_among_frozen_ones_in_closed_form():
 def test_an_attracting_cluster_and_its_repulsive_mirror():
     north = torch.eye(3, dtype=F64)[:1].expand(1, 4, 3)
     times = [0.0, 0.5, 1.0]
-    found = depth_flow(integrate(SA(beta=3.0), north, times=times))
+    found = perturbation_growth(integrate(SA(beta=3.0), north, times=times))
     assert found.exponent.values == pytest.approx(np.full((1, 2), -0.75), abs=1e-6)  # 3 of 4 tokens pull it back
-    pushed = depth_flow(integrate(SA(beta=3.0, value=-torch.eye(3, dtype=F64)), north, times=times))
+    pushed = perturbation_growth(integrate(SA(beta=3.0, value=-torch.eye(3, dtype=F64)), north, times=times))
     assert pushed.exponent.values == pytest.approx(np.full((1, 2), 0.75), abs=1e-6)
     assert found.growth.values[1:] == pytest.approx(np.full((2, 1, 2), -0.375), abs=1e-6)
 
@@ -221,19 +221,19 @@ def test_angles_that_double_have_the_exponent_log_two():
 
     start = retract(randn(1, 2, 2))
     run = integrate(Doubling(), start, times=list(range(7)), stepper=Layer(1.0))
-    measured = depth_flow(run, directions=1)
+    measured = perturbation_growth(run, directions=1)
     assert float(measured.exponent[0, 0]) == pytest.approx(math.log(2), abs=1e-9)
 
 
 def test_directions_are_independent_of_a_start_with_the_same_seed():
     start = retract(randn(1, 2, 2, seed=0))
     run = integrate(SA(beta=1.0), start, times=[0.0, 1e-6])
-    assert float(depth_flow(run, directions=1, seed=0).stretch[1, 0]) == pytest.approx(1, abs=1e-5)
+    assert float(perturbation_growth(run, directions=1, seed=0).stretch[1, 0]) == pytest.approx(1, abs=1e-5)
 
 
 def test_several_tokens_are_averaged():
     recording = recording_of("gpt2")
-    two = depth_flow(recording, directions=1, iterations=0, tokens=2)
+    two = perturbation_growth(recording, directions=1, iterations=0, tokens=2)
     assert "singular_value" not in two
     assert two.attrs["tokens"] == 2
     assert two.growth.shape == (len(recording.trajectory.times), 2, 1)
@@ -242,11 +242,11 @@ def test_several_tokens_are_averaged():
 def test_what_is_refused():
     start = retract(randn(1, 3, 3))
     with pytest.raises(HelmscopeError, match="System with a mechanism"):
-        depth_flow(Trajectory(torch.zeros(1), start[None]))
+        perturbation_growth(Trajectory(torch.zeros(1), start[None]))
     with pytest.raises(HelmscopeError, match="without noise and merging"):
-        depth_flow(integrate(SA(beta=1.0), start, times=[0.0, 0.1], noise=IsotropicNoise(nu=0.1)))
+        perturbation_growth(integrate(SA(beta=1.0), start, times=[0.0, 0.1], noise=IsotropicNoise(nu=0.1)))
     run = integrate(SA(beta=1.0), start, times=[0.0, 0.1])
     with pytest.raises(HelmscopeError, match="directions is 3, but the tangent space has dimension 2"):
-        depth_flow(run, directions=3)
+        perturbation_growth(run, directions=3)
     with pytest.raises(HelmscopeError, match="has no token that counts besides the first"):
-        depth_flow(integrate(SA(beta=1.0), start[:, :1], times=[0.0, 0.1]))
+        perturbation_growth(integrate(SA(beta=1.0), start[:, :1], times=[0.0, 0.1]))
