@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forward passes
+REPLAY_FORWARDS = 3.7  # time of a replay of all streaming instruments, in eager forward passes
 
 
 def streaming_instruments() -> list[Instrument]:
