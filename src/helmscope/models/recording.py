@@ -300,8 +300,8 @@ class Recording(Plottable):
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
 
         >>> from helmscope import record
-        >>> recording = record("A", ["Once upon a time", "The cat sat"])
-        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text
+        >>> recording = record("A", ["Once upon a time", "The cat sat down"])
+        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text, with as many tokens
         >>> later = recording.resume(depth=8, states=swapped)
         >>> later.first, later.layers
         (8, range(4, 12))
