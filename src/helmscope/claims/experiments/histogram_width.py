@@ -50,7 +50,7 @@ def histogram_width(case: TrialCase) -> Finding:
         evidence=ReplicatesInEveryCase(slopes, "seeds", names),
         controls={
             "starts in fixed clusters": ReplicatesInEveryCase(
-                [log_slope(dims, width) for width in fixed], "seeds", [f"gamma = {level:g}" for level in levels]
+                [log_slope(dims, each) for each in fixed], "seeds", [f"gamma = {level:g}" for level in levels]
             ),
             "random starts at time 0": Replicates(log_slope(dims, torch.stack([width(x, 0.0) for x in uniform]))),
         },
