@@ -1,11 +1,10 @@
-"""Try claims on planted models, whose tokens gather or scatter by construction; writes planted.json and planted.md to
+"""Try claims on planted models, of which they are true or false by construction; writes planted.json and planted.md to
 this folder.
 
-    python docs/planted.py --seeds 100
+    python docs/planted.py --seeds 100 --workers 2
 
-Every model is small, and its effect is about twice the smallest one that decides. A seed that planted.json already has
-is not tried again as long as the entry of its claim, the code of its experiment and the planted models have the same
-hashes, so that a long run can be continued; ``--afresh`` tries all of them.
+A seed that planted.json already has is not tried again as long as the entry of its claim, the code of its experiment
+and the planted models have the same hashes, so that a long run can be continued; ``--afresh`` tries all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from joblib import Parallel, delayed
@@ -28,8 +28,20 @@ from helmscope.types import Ruling
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
+from support.planted_cases import CASES, PlantedCase  # noqa: E402
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows  # noqa: E402
 
+MODULES = ("planted_attention", "planted_updates", "planted_cases")  # of the cases
+
+
+class Row(TypedDict):
+    """The rulings of one case, one per seed, with the hash of what they depend on."""
+
+    hash: str
+    rulings: list[str]
+
+
+Rows = dict[str, Row]  # of the cases, by name
 Table = dict[str, dict[str, list[str]]]  # kind of model -> claim -> one ruling per seed
 
 HEADER = """# Planted models against claims
@@ -44,6 +56,18 @@ gathers nothing, mlp-prevents has no premise, also if MLPs scatter tokens that b
 | tokens | claim | expected | right | undecided | wrong |
 |---|---|---|---|---|---|
 """
+CASES_HEADER = """
+## Claims on additive transport
+
+Models of one to eight small layers in which the claim is true, or its opposite, by construction, with large effects:
+what is shown is that the trial finds what is there, with all controls, whatever the seed. A control that compares two
+random draws fails by chance in 2.5 % of trials, which are then undecided. Where nothing is planted (*independent* keys,
+writes that are *the same everywhere*) a ruling of *inconclusive* is right, too. What is planted is described in
+`tests/support/planted_attention.py` and `planted_updates.py`.
+
+| claim | planted | expected | right | undecided | wrong |
+|---|---|---|---|---|---|
+"""
 
 
 def rulings(kind: str, seed: int) -> list[str]:
@@ -52,6 +76,12 @@ def rulings(kind: str, seed: int) -> list[str]:
     with Subject(planted_model(kind, seed), planted_rows(seed)) as subject:
         trials = [run_trial(claim, seed=seed, quick=True, subject=subject) for claim in CLAIMS]
     return [trial.verdict.ruling.value for trial in trials]
+
+
+def case_ruling(case: PlantedCase, seed: int) -> str:
+    """The ruling of one case."""
+    torch.set_num_threads(1)
+    return case.verdict(seed).ruling.value
 
 
 def row(kind: str, claim: str, expected: Ruling, found: list[str]) -> str:
@@ -79,16 +109,33 @@ def stored() -> Table:
     return {kind: {claim: [] for claim in CLAIMS} for kind in RULINGS}
 
 
-def write(table: Table) -> None:
+def case_hash(case: PlantedCase) -> str:
+    """What the rulings of a case depend on."""
+    models = (hash_file(HERE.parent / "tests" / "support" / f"{name}.py") for name in MODULES)
+    return " ".join([entry(case.claim).hash, code_hash(case.claim, None), *models])
+
+
+def stored_cases() -> Rows:
+    """The rulings of the cases in planted.json; none where something that they depend on has changed since."""
+    path = HERE / "planted.json"
+    old: Rows = json.loads(path.read_text()).get("cases", {}) if path.exists() else {}
+    hashes = {case.name: case_hash(case) for case in CASES}
+    kept = {name: row for name, row in old.items() if row["hash"] == hashes.get(name)}
+    return {name: kept.get(name, Row(hash=each, rulings=[])) for name, each in hashes.items()}
+
+
+def write(table: Table, rows_of_cases: Rows) -> None:
     """Write planted.json and planted.md; every kind has the same number of seeds in the latter."""
-    (HERE / "planted.json").write_text(json.dumps({"hashes": hashes(), "rulings": table}, indent=1) + "\n")
+    content = {"hashes": hashes(), "rulings": table, "cases": rows_of_cases}
+    (HERE / "planted.json").write_text(json.dumps(content, indent=1) + "\n")
     seeds = min(len(found) for claims in table.values() for found in claims.values())
     rows = [
         row(kind, claim, expected, table[kind][claim][:seeds])
         for kind, claims in RULINGS.items()
         for claim, expected in zip(CLAIMS, claims, strict=True)
     ]
-    text = HEADER.format(seeds=seeds) + "".join(rows)
+    text = HEADER.format(seeds=seeds) + "".join(rows) + CASES_HEADER
+    text += "".join(row(case.claim, case.kind, case.right, rows_of_cases[case.name]["rulings"]) for case in CASES)
     (HERE / "planted.md").write_text(text)
 
 
@@ -101,13 +148,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.afresh:
         (HERE / "planted.json").unlink(missing_ok=True)
-    table = stored()
+    table, cases = stored(), stored_cases()
     due = [(kind, seed) for seed in range(options.seeds) for kind in table if seed >= len(table[kind][CLAIMS[0]])]
     found = Parallel(n_jobs=options.workers, return_as="generator")(delayed(rulings)(*each) for each in due)
     for (kind, _), made in zip(due, found, strict=True):
         for claim, ruling in zip(CLAIMS, made, strict=True):
             table[kind][claim].append(ruling)
-        write(table)
+        write(table, cases)
+    tried = [
+        (case, seed) for seed in range(options.seeds) for case in CASES if seed >= len(cases[case.name]["rulings"])
+    ]
+    made_of = Parallel(n_jobs=options.workers, return_as="generator")(delayed(case_ruling)(*each) for each in tried)
+    for (case, _), ruling in zip(tried, made_of, strict=True):
+        cases[case.name]["rulings"].append(ruling)
+        if case is CASES[-1]:
+            write(table, cases)
+    write(table, cases)
     print((HERE / "planted.md").read_text())
 
 

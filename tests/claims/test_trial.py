@@ -173,6 +173,21 @@ def test_planted_rulings_of_another_entry_code_or_model_are_made_again(tmp_path:
     assert {"planted models", "mlp-prevents, entry", "mlp-prevents, code"} <= hashes.keys()
 
 
+def test_planted_cases_of_another_hash_are_made_again(tmp_path: Path) -> None:
+    planted = runpy.run_path(str(DOCS / "planted.py"))
+    stored, case_hash, cases = planted["stored_cases"], planted["case_hash"], planted["CASES"]
+    stored.__globals__["HERE"] = tmp_path
+    stored.__globals__["case_hash"] = lambda case: f"hash of {case.claim}"
+    rows = {case.name: {"hash": f"hash of {case.claim}", "rulings": ["refuted"]} for case in cases}
+    rows[cases[0].name]["hash"] = "other"
+    (tmp_path / "planted.json").write_text(json.dumps({"cases": rows | {"gone | case": {"hash": "", "rulings": []}}}))
+    found = stored()
+    assert list(found) == [case.name for case in cases]
+    assert [name for name, row in found.items() if not row["rulings"]] == [cases[0].name]
+    stored.__globals__["HERE"] = DOCS
+    assert entry(cases[0].claim).hash in case_hash(cases[0])
+
+
 def test_another_seed_takes_other_prompts() -> None:
     redrawn = runpy.run_path(str(DOCS / "seeds.py"))["redrawn"]
     first, second, again = (choose_prompts(32, redrawn(Subject("A"), seed), gap=16) for seed in (0, 1, 0))

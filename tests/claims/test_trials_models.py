@@ -29,6 +29,7 @@ from helmscope.models.subject import Subject
 from helmscope.observe.pairs import cloud_statistics
 from helmscope.observe.token_decoding import token_decoding_accuracy
 from helmscope.types import HelmscopeError, Region, Ruling, Trajectory
+from support.planted_cases import CASES
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows
 from support.trials import interval, named
 
@@ -69,6 +70,16 @@ def test_the_published_table_of_planted_models() -> None:
             assert len(rulings) == 100
             assert rulings.count(ruling.value) >= 0.97 * len(rulings)
             assert set(rulings) <= {ruling.value, Ruling.INCONCLUSIVE.value}
+
+
+def test_the_published_rulings_of_planted_cases() -> None:
+    """Every claim on transport has a case of either kind; no seed of a published row has the opposite ruling."""
+    published = json.loads((Path(__file__).parents[2] / "docs" / "planted.json").read_text()).get("cases", {})
+    for claim in {case.claim for case in CASES}:
+        assert {S, R} <= {case.right for case in CASES if case.claim == claim}
+    for case in CASES:
+        rulings = published.get(case.name, {"rulings": []})["rulings"]
+        assert set(rulings) <= {case.right.value, Ruling.INCONCLUSIVE.value}, case.name
 
 
 def test_arms_are_recorded_once_for_all_claims(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """The trial of sinks-are-anchors on planted models: a sink with a constant value, one whose value is that of its token,
-and no sink (``support.planted_attention.include_first_token``).
+and no sink (``support.planted_attention.first_token_sink``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from helmscope.stats.replicates import random_halves
 from helmscope.types import Ruling
 from support.model_families import inputs_of, tiny_model
 from support.planted_attention import SINK_TOKENS as TOKENS
-from support.planted_attention import include_first_token
+from support.planted_attention import first_token_sink
 from support.planted_cases import case
 from support.trials import failures, interval, set_constants
 
 S, R, IMPOSSIBLE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.IMPOSSIBLE
-MODEL, ROWS = include_first_token("its token")
+MODEL, ROWS = first_token_sink("its token")
 
 
 @pytest.mark.parametrize(("kind", "ruling"), [("constant", S), ("its token", R), ("none", IMPOSSIBLE)])

@@ -66,7 +66,7 @@ def test_a_quick_run_takes_at_most_200_forwards(recording, monkeypatch):
         assert text.endswith(": not tried in quick") != (name in complete), name
         hs.types.check_replicates(each)
     assert measured["query_key_noise"].attrs["not_tried"] == (
-        "noise on values, the forms relative, relative weights, centered, mixed states and 18 of 20 draws: not tried "
+        "noise on values, the kinds relative, relative weights, centered, mixed states and 18 of 20 draws: not tried "
         "in quick"
     )
     page = hs.plot(measured)
@@ -96,7 +96,7 @@ def test_a_full_run_agrees_with_the_functions(monkeypatch):
     assert shares[-1] == pytest.approx(1)
     assert not any("not_tried" in each.attrs for each in measured.values())
     noise = measured["query_key_noise"]
-    assert noise.form.values.tolist() == [form.value for form in NoiseKind]
+    assert noise.kind.values.tolist() == [kind.value for kind in NoiseKind]
     assert noise.site.values.tolist() == ["query", "key", "value"]
     fair = query_key_noise(recording, kinds=[NoiseKind.CENTERED, NoiseKind.MATCHED], draws=2, seed=3)
     for kind in ("kl", "entropy_change", "top_token_agreement", "top_key_agreement"):
@@ -114,9 +114,9 @@ def test_a_full_run_agrees_with_the_functions(monkeypatch):
     layers = query_key_noise_by_layer(recording, seed=3)
     assert np.array_equal(measured["query_key_noise_by_layer"].ratio, query_key_noise_ratio(layers))
     heads = measured["head_ablation_damage"]
-    assert heads.form.values.tolist() == [form.value for form in AblationKind]
+    assert heads.kind.values.tolist() == [kind.value for kind in AblationKind]
     pairs = head_interaction(recording, pairs=2, seed=3)
-    for name in ("joint", "summed"):
+    for name in ("joint_damage", "summed_damage"):
         assert np.array_equal(heads[name], pairs[name])
     assert np.array_equal(heads.kl.sel(kind="zero"), pairs.kl)
     assert heads["first"].values.tolist() == pairs["first"].values.tolist()
@@ -136,7 +136,7 @@ def test_forms_that_draw_the_same_noise_are_run_once(monkeypatch):
     monkeypatch.setattr(GPT2Model, "forward", counted)
     together = query_key_noise(recording, kinds=forms, sigmas=[0.3], draws=1)
     assert runs[0] == 1 + 1 + 4  # sizes of matched noise, without noise, and four different kinds of noise
-    xr.testing.assert_identical(together, xr.concat(apart, "form", data_vars="minimal"))
+    xr.testing.assert_identical(together, xr.concat(apart, "kind", data_vars="minimal"))
 
 
 def test_estimates_count_layers_and_heads(recording):
@@ -178,7 +178,7 @@ def test_a_learned_sink_leaves_out_what_must_be_matched():
     reasons = sentences(recording)
     assert "weights have a row whose sum differs from 1" in reasons["query_key_change_damage"]
     noise = hs.measure(recording, only=["query_key_noise"], quick=True)["query_key_noise"]
-    assert "matched" not in noise.form.values
+    assert "matched" not in noise.kind.values
     assert "matched noise: weights have a row whose sum differs from 1" in noise.attrs["not_tried"]
     assert float(hs.measure(recording, only=["attention_sinks"])["attention_sinks"].missing_mass.min()) > 0.01
 

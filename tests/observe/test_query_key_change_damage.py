@@ -83,9 +83,9 @@ def test_matched_changes_are_those_of_their_edits_and_ignore_gauge_and_shift():
     np.testing.assert_allclose(gauged.ratio, measured.ratio, rtol=1e-6)
     shift = ShiftKeys(vector=torch.full((8,), 2.0, dtype=F64))
     both = query_key_change_damage(recording.under(shift))
-    np.testing.assert_allclose(both.ratio.sel(kind="matched"), measured.ratio.isel(kind=0), rtol=1e-6)
+    np.testing.assert_allclose(both.ratio.sel(strength="matched"), measured.ratio.isel(strength=0), rtol=1e-6)
     printed = query_key_change_damage(recording, strengths=[PRINTED])
-    change = np.abs(both.ratio.sel(kind="as printed") / printed.ratio.isel(kind=0) - 1)
+    change = np.abs(both.ratio.sel(strength="as printed") / printed.ratio.isel(strength=0) - 1)
     assert change.sel(change="normalized").min() > 0.01
 
 

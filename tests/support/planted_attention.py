@@ -141,7 +141,7 @@ def with_keys(kind: str, seed: int = 0) -> Planted:
     return model, [[k, *range(1, 8)] for k in range(ROWS)]
 
 
-def include_first_token(kind: str, seed: int = 0) -> Planted:
+def first_token_sink(kind: str, seed: int = 0) -> Planted:
     """Two layers of one head, of which the first writes the sink's state and the second attends to it: "constant", a
     sink with one value; "its token", a sink with the value of its token; or "none".
     """

@@ -68,15 +68,17 @@ CASES = (
     PlantedCase("qk-metric", "equal", S, partial(attention.with_keys, "equal"), {"tokens": 8, "twins": 2}),
     PlantedCase("qk-metric", "turned", R, partial(attention.with_keys, "turned"), {"tokens": 8, "twins": 2}),
     PlantedCase("qk-metric", "independent", R, partial(attention.with_keys, "independent"), {"tokens": 8, "twins": 2}),
-    PlantedCase("sinks-are-anchors", "constant", S, partial(attention.include_first_token, "constant"), SINKS),
-    PlantedCase("sinks-are-anchors", "its token", R, partial(attention.include_first_token, "its token"), SINKS),
-    PlantedCase("sinks-are-anchors", "none", IMPOSSIBLE, partial(attention.include_first_token, "none"), SINKS),
+    PlantedCase("sinks-are-anchors", "constant", S, partial(attention.first_token_sink, "constant"), SINKS),
+    PlantedCase("sinks-are-anchors", "its token", R, partial(attention.first_token_sink, "its token"), SINKS),
+    PlantedCase("sinks-are-anchors", "none", IMPOSSIBLE, partial(attention.first_token_sink, "none"), SINKS),
     PlantedCase("early-fragile", "amplifying", S, partial(updates.layers_that_scale, 0.4), {"tokens": 8}),
     PlantedCase("early-fragile", "damping", R, partial(updates.layers_that_scale, -0.4), {"tokens": 8}),
     PlantedCase(
-        "heads-compete", "together", S, partial(updates.heads_that_write, "together"), {"tokens": 8, "tol": 1.0}
+        "heads-compete", "together", S, partial(updates.heads_that_write, "together"), {"tokens": 8, "tolerance": 1.0}
     ),
-    PlantedCase("heads-compete", "alone", R, partial(updates.heads_that_write, "alone"), {"tokens": 8, "tol": 1.0}),
+    PlantedCase(
+        "heads-compete", "alone", R, partial(updates.heads_that_write, "alone"), {"tokens": 8, "tolerance": 1.0}
+    ),
     PlantedCase("gradient-shaped", "down", S, partial(updates.writes_of, "down"), SHORT),
     PlantedCase("gradient-shaped", "up", R, partial(updates.writes_of, "up"), SHORT),
     PlantedCase("gradient-shaped", "the same everywhere", R, partial(updates.writes_of, "the same everywhere"), SHORT),

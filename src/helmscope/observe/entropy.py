@@ -186,8 +186,9 @@ class PooledClouds:
         (0,)
         """
         depths = range(len(path.states))
-        second = sum(_second_moment(moments_of(*(each.flatten(0, 1) for each in _cloud(path, k)))) for k in depths)
-        values, vectors = torch.linalg.eigh(torch.as_tensor(second))
+        clouds = ((each.flatten(0, 1) for each in _cloud(path, k)) for k in depths)
+        second = torch.stack([_second_moment(moments_of(*cloud)) for cloud in clouds]).sum(0)
+        values, vectors = torch.linalg.eigh(second)
         basis = vectors[:, values > RANK_TOLERANCE * values[-1]]
         moments = tuple(_along(basis, *_cloud(path, k)) for k in depths)
         undefined = tuple(

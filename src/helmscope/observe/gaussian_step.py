@@ -96,6 +96,7 @@ class FittedStep:
         """
         return self._objective(law.mean, law.covariance, law.entropy, law.w2(before), before)
 
+    @full_precision
     def _objective(self, mean: Tensor, covariance: Tensor, entropy: float, distance: float, before: Gaussian) -> float:
         energy, moved = self.energy, mean - before.mean
         second = covariance + torch.outer(moved, moved)

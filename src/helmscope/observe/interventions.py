@@ -107,7 +107,7 @@ def _query_key_noise(system: System, *, quick: bool, seed: int, progress: Progre
     if quick:
         others = ", ".join(form.value for form in NoiseKind if form not in QUICK_FORMS)
         left_out = [
-            f"noise on values, the forms {others} and {DRAWS - QUICK_DRAWS} of {DRAWS} draws: not tried in quick"
+            f"noise on values, the kinds {others} and {DRAWS - QUICK_DRAWS} of {DRAWS} draws: not tried in quick"
         ]
     why = _refusal(lambda: WeightNoise.of(recording))
     if why is not None:

@@ -71,7 +71,7 @@ FIRST = {
 # of a variable with too many axes, the entries that are drawn
 ENTRIES: dict[str, dict[str, Any]] = {
     "layer_ablation_damage": {"part": "layer"},
-    "head_ablation_damage": {"form": "zero"},
+    "head_ablation_damage": {"kind": "zero"},
     "loss_gradient_cosine": {"scale": 0.0},
 }
 # what is drawn over a variable: its prediction, in a few words
