@@ -55,24 +55,6 @@ MISSES = {
         for name in ("fisher_information", "surface_fisher_information")
         for size in (8, 32)
     },
-    **{
-        (
-            "entropy_along_depth",
-            "neighbor_entropy",
-            size,
-        ): "distances to nearest neighbors are no smooth function of the "
-        "tokens, and the jackknife over prompts whose tokens are alike finds too small an error: intervals too narrow"
-        for size in (8, 32)
-    },
-    **{
-        (
-            "jko_step_test",
-            name,
-            8,
-        ): "V, nu and tau are fitted on the other half of the prompts, and an interval is that of the "
-        "share given this fit: with the fits of other halves 30 % of them miss the mean over all fits"
-        for name in ("gap_closed_share", "objective_input")
-    },
     (
         "free_energy_along_depth",
         "predicted_entropy_change",

@@ -177,6 +177,20 @@ def test_replicates_are_scaled_by_independent_halves(groups: int) -> None:
     assert float(found.mean()) == pytest.approx(by_tree(points.numpy(), 4), abs=1e-9)
 
 
+def test_groups_of_copies_have_no_replicate() -> None:
+    """Groups whose points were all left out as copies do not count, in the jackknife or in the halves."""
+    points, group = normal(60, 3), torch.arange(60) % 5
+    found = NeighborDistances.of(points, 4).replicates(2 * group, 10).numpy()
+    assert found[::2] == pytest.approx(scaled_by_halves(points.numpy(), group.numpy(), 5, 4), abs=1e-9)
+    assert np.isnan(found[1::2]).all()
+    twice = path()
+    states = torch.cat([twice.states, twice.states], 1)
+    measured = entropy_along_depth(Trajectory(twice.times, states))
+    assert np.isfinite(measured.neighbor_entropy.values[:, :6]).all()
+    assert np.isnan(measured.neighbor_entropy.values[:, 6:]).all()
+    assert (measured.copies.values[:, 6:] == 11).all()
+
+
 def test_halves_need_more_points_than_neighbors() -> None:
     points = normal(11, 2)
     with pytest.raises(hs.HelmscopeError, match="a half of the groups has 4 points, but neighbor number 4 needs"):

@@ -291,6 +291,12 @@ def test_refusals_are_sentences() -> None:
     assert pair.axes(3, [0, 1], [2, 3]).shape == (3, 3)
 
 
+def test_a_text_of_one_token_is_named() -> None:
+    assert jko_unsupported(hs.record(small_model(1), IDS[:, :1])) == (
+        "prompt 0 has no token that counts besides the first, but jko_step_test needs one"
+    )
+
+
 def test_copies_of_a_text_span_few_directions_and_identical_tokens_none() -> None:
     copies = jko_step_test(hs.record(small_model(1), torch.full((6, 5), 3)))  # 4 positions span 3 directions
     assert np.isfinite(copies.gap_closed_share.values).all()

@@ -335,7 +335,6 @@ FLOW_LAWS = (
             (8, 32),
             functools.partial(draw_energy, nu=nu),
             functools.partial(energy_truths, nu=nu),
-            repetitions=400,
             together=True,
         )
         for nu in (WEAK, TURNING)
@@ -368,7 +367,6 @@ FLOW_LAWS = (
         (8, 32),
         draw_step,
         step_truths,
-        repetitions=400,
         together=True,
     ),
 )

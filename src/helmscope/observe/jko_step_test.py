@@ -45,6 +45,7 @@ from helmscope.models.recording import Recording
 from helmscope.models.sites import Site
 from helmscope.models.topology import Kind
 from helmscope.observe.depth_steps import check_finite, sphere_text
+from helmscope.observe.entropy import entropy_unsupported
 from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergies, QuadraticFreeEnergy
@@ -137,6 +138,9 @@ def jko_unsupported(system: System) -> str | None:
         return f"system has {some}, but jko_step_test fits on one half of them and needs at least 4"
     if states < 2:
         return "system has 1 stored time, but jko_step_test compares two"
+    refused = entropy_unsupported(system)
+    if refused is not None:
+        return refused.replace("entropy_along_depth", "jko_step_test")
     if isinstance(system, Recording) and system.anatomy.has_cross:
         return "system is a decoder that reads an encoder, but jko_step_test needs blocks of attention and MLP"
     return system.unsupported_reason(QuadraticFreeEnergies([]))

@@ -189,9 +189,9 @@ class NeighborDistances:
 
     def replicates(self, group: Int[Tensor, " n"], groups: int, *, halves: int = HALVES) -> Float[Tensor, " groups"]:
         """One replicate for each of ``groups`` groups of points, given the group of each point, from ``halves`` random
-        pairs of halves, which are always the same: their mean is the estimate from all points, and their Student
-        interval that of the module's docstring. The projection is not made again. Raises HelmscopeError where too few
-        points are in a half, or left without a group.
+        pairs of halves, which are always the same; NaN for a group without points. Their mean is the estimate from all
+        points, and their Student interval that of the module's docstring. The projection is not made again. Raises
+        HelmscopeError where too few points are in a half, or left without a group.
 
         >>> points = torch.tensor([[0.0], [1.0], [3.0], [3.5], [7.0], [8.0]]).double()
         >>> found = NeighborDistances.of(points, 1)
@@ -199,19 +199,22 @@ class NeighborDistances:
         >>> torch.allclose(values.mean(), found.entropy)
         True
         """
-        influence = self.without_groups(group, groups)
-        influence = (groups - 1) * (influence.mean() - influence)
+        present, group = torch.unique(group, return_inverse=True)
+        n = len(present)
+        influence = self.without_groups(group, n)
+        influence = (n - 1) * (influence.mean() - influence)
         source = np.random.default_rng(0)
         actual, linear = [], []
         for _ in range(halves):
-            chosen = torch.zeros(groups, dtype=torch.bool, device=group.device)
-            chosen[torch.from_numpy(source.permutation(groups)[: groups // 2]).to(group.device)] = True
+            chosen = torch.zeros(n, dtype=torch.bool, device=group.device)
+            chosen[torch.from_numpy(source.permutation(n)[: n // 2]).to(group.device)] = True
             actual.append(self._difference(chosen[group]))
             linear.append(influence[chosen].mean() - influence[~chosen].mean())
-        squares = (torch.stack(each).square().sum() for each in (actual, linear))
-        wanted, given = squares
-        scale = (wanted / torch.where(given > 0, given, 1.0)).sqrt()
-        return self.entropy + torch.where(given > 0, scale, 0.0) * influence
+        wanted, given = (torch.stack(each).square().sum() for each in (actual, linear))
+        scale = torch.where(given > 0, (wanted / torch.where(given > 0, given, 1.0)).sqrt(), 0.0)
+        found = torch.full((groups,), torch.nan, dtype=influence.dtype, device=influence.device)
+        found[present] = self.entropy + scale * influence
+        return found
 
     def _difference(self, first: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
         """The estimate from the points of one half minus that from the others."""

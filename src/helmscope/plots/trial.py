@@ -38,6 +38,7 @@ MAX_PANELS = 5
 LONGEST_NAME = 72  # of the statistic, in letters, as the label of its axis
 WIDTH, PANEL, LINE = 8.0, 2.1, 0.18  # inches
 NARROW = 3.9  # inches: the width of a figure whose text is legible on a phone
+NOTHING = 1e-3  # of a bound: a smaller deviation from 0 needs no scale of its own
 DECADES_BELOW = 20  # a log axis extends at most this far below the bound
 GREEN, GRAY = COLORS[2], "#595959"
 
@@ -325,6 +326,8 @@ def choose_axis(region: Region, intervals: Sequence[Interval]) -> Axis:
     LogAxis(floor=1e-17, clips=False)
     >>> choose_axis(Region(text="at most 1", high=1.0), [Interval(0.4, 0.2, 0.6, n=9)])
     LinearAxis()
+    >>> choose_axis(Region(text="at least 0.5", low=0.5), [Interval(0.1, 0, 0.2, n=9), Interval(-1e-7, -1e-7, 0, n=9)])
+    LinearAxis()
     """
     low, high = region.ends
     bounds = [bound for bound in (low, high) if math.isfinite(bound)]
@@ -335,7 +338,9 @@ def choose_axis(region: Region, intervals: Sequence[Interval]) -> Axis:
     numbers = estimates + ends
     center = sum(bounds) / 2 if len(bounds) == 2 else 0.0
     scaling = numbers if len(bounds) == 2 else estimates  # an end of an interval may be close to 0 by chance
-    sizes = [abs(number - center) for number in [*scaling, *bounds] if number != center]
+    # next to a bound other than 0, what is less than a thousandth of it is 0, as the rounding of a control is
+    least = NOTHING * abs(bounds[0]) if len(bounds) == 1 and min([*numbers, *bounds]) < 0 else 0.0
+    sizes = [abs(number - center) for number in [*scaling, *bounds] if abs(number - center) > least]
     smallest = min(sizes, default=1.0)
     largest = max([abs(number - center) for number in numbers] + sizes, default=1.0)
     if len(bounds) == 2:

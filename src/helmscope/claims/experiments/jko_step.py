@@ -115,7 +115,8 @@ def _simulated(case: TrialCase) -> Finding:
 
 def _on_model(case: TrialCase) -> Finding:
     """1 - W2(output, minimizer) / W2(input, minimizer) between Gaussian laws of all tokens before and after a layer, on
-    the half of the prompts on which nothing was fitted, as jackknife pseudo-values (``observe.jko_step_test``).
+    the half of the prompts on which nothing was fitted; one pseudo-value for each prompt of a jackknife of both halves
+    (``observe.jko_step_test``).
 
     Controls take the potential of the next layer, with a tau of its own, and the states of a model whose blocks write
     nothing. Described: the shares in the leading principal axes and of the MLP half-step alone, with attention as the
