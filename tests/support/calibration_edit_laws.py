@@ -126,7 +126,7 @@ def damage_law(model: GPT2LMHeadModel, ids: torch.Tensor) -> np.ndarray:
 
 
 def _flat_model() -> GPT2LMHeadModel:
-    """Blocks that write next to nothing (attention about 1e-3 of the state, by which its mask is known to be causal), and
+    """Blocks that write next to nothing (attention about 1e-3 of the state, which shows that its mask is causal), and
     embeddings of one length without positions.
     """
     model = silent_model(32, heads=1)
