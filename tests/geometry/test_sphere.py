@@ -370,7 +370,11 @@ def changed(value, dtype=F64):
         (torch.ones(3, 1), "has dimension d=1, but a sphere needs d >= 2"),
         (changed([0.0, math.nan, 1.0]), f"holds NaN or infinite entries (token 2 of system 1), {FINITE}"),
         (changed([math.inf, 0.0, 0.0])[1], f"holds NaN or infinite entries (token 2), {FINITE}"),
-        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system 1), but every token must be nonzero"),
+        (
+            changed([0.0, 0.0, 0.0]),
+            "holds a zero vector (token 2 of system 1), but every token must be nonzero: if it is the padding of a "
+            "recording, pass the weights of its trajectory too",
+        ),
     ],
 )
 @pytest.mark.parametrize("normalize", [False, True])

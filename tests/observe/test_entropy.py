@@ -145,12 +145,42 @@ def test_the_jackknife_leaves_out_one_group_after_the_other() -> None:
     points = torch.cat([centers[k] + normal(30, 3, seed=k) for k in range(6)])
     points = torch.cat([points, normal(40, 3, seed=9)])
     group = torch.cat([torch.arange(6).repeat_interleave(30), torch.arange(40) % 6])
-    found = NeighborDistances.of(points, 4).pseudo_values(group, 6)
-    whole = by_tree(points.numpy(), 4)
-    expected = [6 * whole - 5 * by_tree(points[group != k].numpy(), 4) for k in range(6)]
+    found = NeighborDistances.of(points, 4).without_groups(group, 6)
+    expected = [by_tree(points[group != k].numpy(), 4) for k in range(6)]
     assert found.numpy() == pytest.approx(expected, abs=1e-9)
     with pytest.raises(hs.HelmscopeError, match="group 0 leaves 4 points"):
-        NeighborDistances.of(points[:8], 4).pseudo_values(torch.tensor([0] * 4 + [1] * 4), 2)
+        NeighborDistances.of(points[:8], 4).without_groups(torch.tensor([0] * 4 + [1] * 4), 2)
+
+
+def scaled_by_halves(points: np.ndarray, group: np.ndarray, groups: int, neighbors: int) -> np.ndarray:
+    """The replicates of the nearest-neighbor entropy, with every half searched again by a tree."""
+    whole = by_tree(points, neighbors)
+    left = np.array([by_tree(points[group != k], neighbors) for k in range(groups)])
+    influence = (groups - 1) * (left.mean() - left)
+    source, actual, linear = np.random.default_rng(0), [], []
+    for _ in range(16):
+        first = source.permutation(groups)[: groups // 2]
+        inside, others = np.isin(group, first), np.setdiff1d(np.arange(groups), first)
+        actual.append(by_tree(points[inside], neighbors) - by_tree(points[~inside], neighbors))
+        linear.append(influence[first].mean() - influence[others].mean())
+    return whole + np.sqrt(np.square(actual).sum() / np.square(linear).sum()) * influence
+
+
+@pytest.mark.parametrize("groups", [2, 5, 6])
+def test_replicates_are_scaled_by_independent_halves(groups: int) -> None:
+    """Clumps, so that too few of the spare neighbors of a point may be in its half."""
+    points = torch.cat([10 * normal(1, 3, seed=k) + normal(40, 3, seed=k) for k in range(groups)])
+    points = torch.cat([points, normal(40, 3, seed=99)])
+    group = torch.cat([torch.arange(groups).repeat_interleave(40), torch.arange(40) % groups])
+    found = NeighborDistances.of(points, 4).replicates(group, groups)
+    assert found.numpy() == pytest.approx(scaled_by_halves(points.numpy(), group.numpy(), groups, 4), abs=1e-9)
+    assert float(found.mean()) == pytest.approx(by_tree(points.numpy(), 4), abs=1e-9)
+
+
+def test_halves_need_more_points_than_neighbors() -> None:
+    points = normal(11, 2)
+    with pytest.raises(hs.HelmscopeError, match="a half of the groups has 4 points, but neighbor number 4 needs"):
+        NeighborDistances.of(points, 4).replicates(torch.tensor([0] * 3 + [1] * 4 + [2] * 4), 3)
 
 
 # --- along depth
@@ -180,8 +210,7 @@ def test_the_values_are_jackknife_pseudo_values_of_all_tokens() -> None:
             assert measured[name].values[k] == pytest.approx(expected, rel=1e-8, abs=1e-8), name
         points = principal_projection(x.flatten(0, 1), 3).numpy()
         group = np.arange(6).repeat(11)
-        expected = [6 * by_tree(points, 4) - 5 * by_tree(points[group != p], 4) for p in range(6)]
-        assert measured.neighbor_entropy.values[k] == pytest.approx(expected, abs=1e-9)
+        assert measured.neighbor_entropy.values[k] == pytest.approx(scaled_by_halves(points, group, 6, 4), abs=1e-9)
     assert measured.attrs["rank"] == 4
     assert measured.attrs["undefined"] == "none"
     assert measured.attrs["principal_axes"] == 3

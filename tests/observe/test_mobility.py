@@ -186,7 +186,7 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
             self._halves = {}
 
     instrument = Divergences(recording, tokens=8, seed=0, tol=1e-6)
-    instrument.slopes = RecordedSlopes(recording, lambda context, state: instrument.sampled(context, state)[0])
+    instrument.slopes = RecordedSlopes(recording, instrument.sampled)
     instrument.slopes.feed(instrument, None)
     for (layer, row, token), trace in found.items():
         y = recording.residual_stream(depth=2 * layer)[row, token]

@@ -22,7 +22,7 @@ OBSERVABLES: dict[str, Callable[..., Any]] = {
     "order_parameter": hs.order_parameter,
     "mean_inner_product": hs.mean_inner_product,
     "close_pair_share": partial(hs.observe.close_pair_share, delta=0.5),
-    "cluster_count": partial(hs.cluster_count, radius=0.7),
+    "cluster_count": partial(hs.cluster_count, max_angle=0.7),
     "effective_rank": hs.rank.effective_rank,
     "participation_ratio": hs.rank.participation_ratio,
     "stable_rank": hs.rank.stable_rank,

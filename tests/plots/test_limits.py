@@ -8,10 +8,10 @@ import torch
 import xarray as xr
 
 import helmscope as hs
+from helmscope.observe.probe_curves import along_axes
 from helmscope.observe.probes import ProbeBank
 from helmscope.plots.limits import DrawnCurve, cut_outlying, usual_range
 from helmscope.plots.measurements import measurements_figure
-from helmscope.plots.probes import along_axes
 from helmscope.plots.style import new_figure
 from helmscope.plots.variable_panel import draw_variable
 

@@ -357,7 +357,7 @@ def _with(value: float) -> torch.Tensor:
 BAD = {
     "NaN token": ({"x0": _with(math.nan)}, r"x0 holds NaN or infinite entries \(token 2\)"),
     "infinite token": ({"x0": _with(math.inf)}, r"x0 holds NaN or infinite entries \(token 2\)"),
-    "NaN in a batch": ({"x0": torch.stack([X0, _with(math.nan)])}, r"x0 holds NaN .*\(token 2 of system \(1,\)\)"),
+    "NaN in a batch": ({"x0": torch.stack([X0, _with(math.nan)])}, r"x0 holds NaN .*\(token 2 of system 1\)"),
     "zero vector": ({"x0": X0 * torch.tensor([[1.0], [0], [1], [1]])}, r"x0 holds a zero vector \(token 1\)"),
     "off the sphere": ({"x0": 2 * X0}, r"x0 holds a token of norm 2 \(token 0\).*normalize=True"),
     "zero normalized": ({"x0": 0 * X0, "normalize": True}, r"x0 holds a zero vector"),

@@ -72,7 +72,7 @@ def test_a_null_is_left_out():
         (TWO.assign_coords(layer=[0, 1, 3]), "but pairs need the coordinates of first"),
         (TWO.rename(prompt="seed"), "second has replicates along 'seed', but those of first are along 'prompt'"),
         (TWO.rename(width="order"), "second holds ['order'], but pairs need the quantities of first, ['width']"),
-        (reduce_replicates(TWO), "must hold values only"),
+        (reduce_replicates(TWO), "is already reduced: it has"),
     ],
 )
 def test_measurements_that_do_not_match_raise(second, said):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
+from helmscope.observe.probe_curves import along_axes
 from helmscope.stats.scales import PLAIN, RemainderScale, Scale
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
+    from helmscope.observe.probes import ProbeBank
 
+ANGLES, SHOWN = 41, 4  # points along the half circle of a probe, and probes of each kind in a picture
 MIN_REST = 1e-15  # rounding of a share of 1
 NOTHING_MOVES = "no token moves, and without a change of probes there is no share to explain"
 UNSPLIT = "there is no splitting defect, since the halves of a block do not add to the state that attention reads"
@@ -128,6 +133,30 @@ class BlockShares:
             for label, values in medians.items()
             if values is not None
         }
+
+    def bank(self, bank: ProbeBank) -> xr.Dataset:
+        """Some probes of each kind of a bank over the angle from their axes, the same for every prompt: one panel each.
+
+        >>> import helmscope as hs
+        >>> recording = hs.record("A", ["Once upon a time there was a cat.", "The dog ran home to eat."])
+        >>> bank = hs.observe.ProbeBank.of(recording, per_kind=3)
+        >>> BlockShares(hs.observe.generator_test(recording, bank=bank)).bank(bank).probe_value.dims
+        ('prompt', 'angle', 'probe', 'kind')
+        """
+        angles = torch.linspace(0, math.pi, ANGLES, dtype=torch.float64, device="cpu")
+        most = max(kind.count for kind in bank.kinds)
+        chosen = np.unique(np.linspace(0, most - 1, min(SHOWN, most)).round().astype(int))
+        shown = np.full((ANGLES, len(chosen), len(bank.kinds)), np.nan)
+        for k, kind in enumerate(bank.kinds):
+            there = chosen < kind.count
+            shown[:, there, k] = along_axes(kind, angles).cpu().numpy()[chosen[there]].T
+        return curve(
+            "probe_value",
+            np.broadcast_to(shown, (self.measured.sizes["prompt"], *shown.shape)),
+            {"angle": angles.tolist(), "probe": (chosen + 1).tolist(), "kind": bank.names},
+            label="the probes, the same for all prompts, from least to largest value over the angle from their axes",
+            over="prompt",
+        )
 
     def curves(self) -> xr.Dataset:
         """The remainders over s, medians over blocks, and what the drift misses by block, with one line per kind.

@@ -36,7 +36,7 @@ from helmscope.meanfield.linearization import Linearization
 from helmscope.meanfield.stationary import UNRESOLVED, truncation_error
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_integer, check_progress, check_real, short_repr
+from helmscope.types import HelmscopeError, as_measurement, check_integer, check_progress, check_real, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -105,11 +105,12 @@ def bifurcation_diagram(
     axes = {name: ("beta", "nu") if value.ndim == 2 else ("beta",) for name, value in stacked.items()}
     stacked |= {name: _padded([row[name] for row in rows]) for name in UNSTABLE}
     axes |= dict.fromkeys(UNSTABLE, ("beta", "point"))
-    return xr.Dataset(
+    diagram = xr.Dataset(
         {name: (axes[name], value) for name, value in stacked.items()},
         coords={"beta": beta_list, "nu": nu_list},
         attrs={"dim": dim, "field": type(_field_at(field, beta_list[0], dim)).__name__},
     )
+    return as_measurement(diagram)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helmscope.types import check_name
+from helmscope.types import as_measurement, check_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +122,7 @@ def training_history(model: str) -> xr.Dataset:
     with xr.open_dataset(
         BUNDLED_FOLDER / "training.nc", group=check_name("model", str(model), MODELS), engine="h5netcdf"
     ) as file:
-        return file.load()
+        return as_measurement(file.load())
 
 
 def ablated_training_history() -> xr.Dataset:
@@ -151,4 +151,4 @@ def ablated_training_history() -> xr.Dataset:
     import xarray as xr
 
     with xr.open_dataset(BUNDLED_FOLDER / "sibling.nc", engine="h5netcdf") as file:
-        return file.load()
+        return as_measurement(file.load())

@@ -31,7 +31,6 @@ from helmscope.types import (
 )
 
 if TYPE_CHECKING:
-    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from helmscope.models.texts import Batch
     from helmscope.store.manifest import Manifest
     from helmscope.types import Instrument
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 
@@ -300,8 +300,8 @@ class Recording(Plottable):
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
 
         >>> from helmscope import record
-        >>> recording = record("A", ["Once upon a time", "The cat sat"])
-        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text
+        >>> recording = record("A", ["Once upon a time", "The cat sat down"])
+        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text, with as many tokens
         >>> later = recording.resume(depth=8, states=swapped)
         >>> later.first, later.layers
         (8, range(4, 12))
@@ -404,7 +404,7 @@ class Recording(Plottable):
         return unsupported_reason(self, instrument)
 
     @shows_progress("replaying")
-    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> Measurements:
         """Run the model once more with all instruments attached, and return their Measurements by name, with the axes
         ``layer``, ``prompt`` and, for quantities per head, ``head``. Writes are increments of the residual stream.
 

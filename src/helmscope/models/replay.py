@@ -30,17 +30,15 @@ from helmscope.types.instrument import results, start_instruments
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import xarray as xr
     from torch import Tensor
 
     from helmscope.models.recording import Recording
     from helmscope.models.tap import Attended, Call
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 
-def replay(
-    recording: Recording, instruments: Sequence[Instrument], progress: ProgressOption = None
-) -> dict[str, xr.Dataset]:
+def replay(recording: Recording, instruments: Sequence[Instrument], progress: ProgressOption = None) -> Measurements:
     """Run the model of a recording once with instruments attached; see ``Recording.replay``."""
     layers = recording.layers
     batch = recording.batch

@@ -199,5 +199,7 @@ if TYPE_CHECKING:
     from helmscope.observe.token_dimension import token_dimension as token_dimension
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
+    from helmscope.types.dataset import Measurement as Measurement
+    from helmscope.types.dataset import Measurements as Measurements
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -185,10 +185,12 @@ class PooledClouds:
         >>> PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined  # on a line
         (0,)
         """
-        flat = [PooledMoments.of(*_cloud(path, k)) for k in range(len(path.states))]
-        values, vectors = torch.linalg.eigh(torch.stack([_second_moment(each.whole) for each in flat]).sum(0))
+        depths = range(len(path.states))
+        clouds = ((each.flatten(0, 1) for each in _cloud(path, k)) for k in depths)
+        second = torch.stack([_second_moment(moments_of(*cloud)) for cloud in clouds]).sum(0)
+        values, vectors = torch.linalg.eigh(second)
         basis = vectors[:, values > RANK_TOLERANCE * values[-1]]
-        moments = tuple(_projected(each, basis) for each in flat)
+        moments = tuple(_along(basis, *_cloud(path, k)) for k in depths)
         undefined = tuple(
             k
             for k, each in enumerate(moments)
@@ -245,9 +247,10 @@ def _cloud(path: Trajectory, k: int) -> tuple[Tensor, Tensor]:
 
 
 @full_precision
-def _projected(moments: PooledMoments, basis: Tensor) -> PooledMoments:
-    first, center = moments.first @ basis, moments.center @ basis
-    return PooledMoments(moments.mass, first, basis.mT @ moments.second @ basis, center)
+@full_precision
+def _along(basis: Tensor, x: Tensor, weights: Tensor) -> PooledMoments:
+    """The moments of unit vectors in the coordinates of a basis: projecting the tokens is cheaper than the moments."""
+    return PooledMoments.of(x @ basis, weights)
 
 
 @shows_progress("entropy along depth")

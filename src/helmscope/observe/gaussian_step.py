@@ -96,6 +96,7 @@ class FittedStep:
         """
         return self._objective(law.mean, law.covariance, law.entropy, law.w2(before), before)
 
+    @full_precision
     def _objective(self, mean: Tensor, covariance: Tensor, entropy: float, distance: float, before: Gaussian) -> float:
         energy, moved = self.energy, mean - before.mean
         second = covariance + torch.outer(moved, moved)
@@ -157,7 +158,7 @@ class PairMoments:
         >>> x = torch.zeros(2, 3, 1).double()
         >>> PairMoments(PooledMoments.of(x), PooledMoments.of(x)).laws()
         Traceback (most recent call last):
-        helmscope.types.errors.HelmscopeError: the cloud of 6 tokens spans 0 of 1 directions, but a JKO step between ...
+        helmscope.types.HelmscopeError: the cloud of 6 tokens spans 0 of 1 directions, but a JKO step between ...
         """
         return _law(self.before.whole), _law(self.after.whole)
 
@@ -228,8 +229,7 @@ class CloudPair:
         """The step whose tau has the largest share of the gap closed in some prompts."""
         before, after = self.moments(axes, prompts).laws()
         inner = energy.along(axes)
-        softest = float(inner.steps.values[0])
-        most = LARGEST if softest >= 0 else min(LARGEST, -STABLE / softest)
+        most = largest_tau(inner)
         low, high = float(np.log(min(SMALLEST, most / 2))), float(np.log(most))
 
         def share(log_tau: float) -> float:
@@ -237,6 +237,18 @@ class CloudPair:
             return found if np.isfinite(found) else -np.inf
 
         return FittedStep(inner, float(np.exp(_largest(share, low, high))), axes)
+
+
+def largest_tau(energy: QuadraticFreeEnergy) -> float:
+    """The largest tau that is tried for an energy: 0.9 of that below which the step has a minimum, and at most 100.
+
+    >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
+    >>> eye = torch.eye(1).double()
+    >>> [largest_tau(QuadraticFreeEnergy(k * eye, 0 * eye[0], 0 * eye[0], 0.0)) for k in (1, -9)]
+    [100.0, 0.1]
+    """
+    softest = float(energy.steps.values[0])
+    return LARGEST if softest >= 0 else min(LARGEST, -STABLE / softest)
 
 
 def _separate(moments: CloudMoments) -> Iterator[CloudMoments]:

@@ -104,7 +104,7 @@ def jko_step_test(
     >>> x = torch.nn.functional.normalize(torch.randn(6, 9, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     >>> block = Block(SA(beta=1.0), MLP(w_in=torch.eye(3), w_out=-torch.eye(3)))
     >>> jko_step_test(integrate(block, x.double(), times=[0.0, 0.1]), principal_axes=2).gap_closed_share.shape
-    (1, 3)
+    (1, 6)
     """
     steps = LayerSteps.of(system, seed=seed)
     principal_axes = check_integer("principal_axes", principal_axes, at_least=1)

@@ -198,8 +198,8 @@ def whitening_of(
     if not float(values[-1]) > 0:
         return nothing
     kept = values > tol * values[-1]
-    size, axes = values[kept], vectors[:, kept]
-    inner = axes.mT @ jacobian @ axes
+    size, whole = values[kept], vectors.mT @ jacobian @ vectors
+    inner = whole[:, kept][..., kept]
     noise = torch.from_numpy(source.standard_normal((len(size), len(size)))).to(inner)
     turn, upper = torch.linalg.qr(noise)
     turn = turn * upper.diagonal().sign()  # uniformly distributed
@@ -207,8 +207,8 @@ def whitening_of(
     before, after, null = (
         float(_share(each).mean()) for each in (inner, _whitened(inner, size), _whitened(turned, size))
     )
-    hessian = -(jacobian + jacobian.mT) / 2
-    random = axes @ (turn * size) @ turn.mT @ axes.mT
+    hessian, across = -(whole + whole.mT) / 2, -(whole[:, ~kept][..., kept] + whole[:, kept][..., ~kept].mT) / 2
+    length = hessian.square().sum((-2, -1))
     spread = float((sigma - mean).square().sum()) / (len(sigma) - 1) if len(sigma) > 1 else float("nan")
     return {
         "antisymmetric_share_before": before,
@@ -217,8 +217,8 @@ def whitening_of(
         "antisymmetric_share_change": after - before,
         "antisymmetric_share_change_null": null - before,
         "variation": spread / float(mean.square().sum()),
-        "commutator": float(_commutator(hessian, mean).mean()),
-        "commutator_null": float(_commutator(hessian, random).mean()),
+        "commutator": _commutator(length, values, hessian),
+        "commutator_null": _commutator(length, size, -(turned + turned.mT) / 2, across @ turn),
         "sigma_rank": float(len(size)),
     }
 
@@ -235,8 +235,12 @@ def _share(matrices: Tensor) -> Tensor:
     return torch.where(total > 0, part / torch.where(total > 0, total, 1.0), torch.nan)
 
 
-@full_precision
-def _commutator(hessian: Tensor, sigma: Tensor) -> Tensor:
-    product = hessian @ sigma
-    sizes = hessian.square().sum((-2, -1)).sqrt() * sigma.square().sum().sqrt()
-    return (product - product.mT).square().sum((-2, -1)).sqrt() / torch.where(sizes > 0, sizes, torch.nan)
+def _commutator(length: Tensor, values: Tensor, hessian: Tensor, across: Tensor | None = None) -> float:
+    """The mean of |[H, S]| / (|H| |S|) in coordinates in which S is diagonal with some ``values``, given |H|^2; where S
+    has further eigenvalues 0, ``across`` is H between their eigenvectors and the others.
+    """
+    total = (hessian * (values - values.unsqueeze(-1))).square().sum((-2, -1))
+    if across is not None:
+        total = total + 2 * (across * values).square().sum((-2, -1))
+    sizes = (length * values.square().sum()).sqrt()
+    return float((total.sqrt() / torch.where(sizes > 0, sizes, torch.nan)).mean())

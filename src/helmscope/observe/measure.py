@@ -40,12 +40,14 @@ from helmscope.types import (
     HelmscopeError,
     Instrument,
     System,
+    as_measurement,
     check_name,
     check_progress,
     check_seed,
     short_repr,
     type_with_article,
 )
+from helmscope.types.dataset import Measurements
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-REPLAY_FORWARDS = 4.7  # time of a replay of all streaming instruments, in eager forward passes
+REPLAY_FORWARDS = 3.7  # time of a replay of all streaming instruments, in eager forward passes
 
 
 def streaming_instruments() -> list[Instrument]:
@@ -210,7 +212,7 @@ def measure(
     quick: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
-) -> dict[str, xr.Dataset]:
+) -> Measurements:
     """All measurements of a system by name, or those of some instruments from a single replay.
 
     Without instruments these are all measurements that the system supports (``unsupported_measurements`` says why
@@ -246,7 +248,7 @@ def measure(
     standalone = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
     report, done = check_progress(progress), 0.0
     total = (REPLAY_FORWARDS if streaming else 0.0) + sum(each.cost(system, quick=quick) for each in standalone)
-    measured: dict[str, xr.Dataset] = {}
+    measured = Measurements()
     if streaming:
         measured |= system.replay(*streaming, progress=_share(report, done, REPLAY_FORWARDS, total))
         done += REPLAY_FORWARDS
@@ -254,7 +256,8 @@ def measure(
         cost = each.cost(system, quick=quick)
         share = _share(report, done, cost, total)
         try:
-            measured[each.name] = each.function(system, quick=quick, seed=seed, progress=share)
+            found = each.function(system, quick=quick, seed=seed, progress=share)
+            measured[each.name] = as_measurement(found)
         except HelmscopeError as error:  # what nobody asked for by name must not cost the other results
             if only is not None:
                 raise

@@ -183,9 +183,30 @@ def tangent_jacobians(
              [0., 0.]]])
     """
     value, jacobian = force.ambient(x), force_jacobians(force, x)
+    along = (x * value).sum(-1, keepdim=True)
+    tangential = value - along * x
+    tangential = tangential - tangential.mean(-1, keepdim=True) if centered else tangential
     onto = tangent_projectors(x, centered=centered)
-    along = (x * value).sum(-1)[:, None, None]
-    return (onto @ value.unsqueeze(-1)).squeeze(-1), onto @ jacobian @ onto - along * onto
+    return tangential, on_tangent_space(jacobian, x, centered=centered) - along.unsqueeze(-1) * onto
+
+
+@full_precision
+def on_tangent_space(
+    matrices: Float[Tensor, "*k d d"], x: Float[Tensor, "*k d"], *, centered: bool
+) -> Float[Tensor, "*k d d"]:
+    """T M T with the ``tangent_projectors`` T at unit vectors x, without a product of two matrices.
+
+    >>> on_tangent_space(torch.ones(2, 2), torch.tensor([1.0, 0.0]), centered=False)
+    tensor([[0., 0.],
+            [0., 1.]])
+    """
+    column = x.unsqueeze(-1)
+    rest = matrices - column * (column.mT @ matrices)
+    rest = rest - (rest @ column) * column.mT
+    if centered:
+        rest = rest - rest.mean(-1, keepdim=True)
+        rest = rest - rest.mean(-2, keepdim=True)
+    return rest
 
 
 def tangent_projectors(x: Float[Tensor, "*k d"], *, centered: bool) -> Float[Tensor, "*k d d"]:

@@ -32,7 +32,15 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, check_real, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    Instrument,
+    Needs,
+    as_measurement,
+    check_integer,
+    check_real,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -162,7 +170,7 @@ def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 
         value.attrs["long_name"] = LABELS[str(label)]
     measured.attrs["frame"] = "unit sphere: norm folded in" if fold_norm else "output of the norm: weights of the model"
     mixed = any(isinstance(force, MixtureOfExperts) for force in layers)
-    return measured if mixed else measured.squeeze("expert", drop=True)
+    return as_measurement(measured if mixed else measured.squeeze("expert", drop=True))
 
 
 def weights_unsupported(system: System) -> str | None:

@@ -32,7 +32,7 @@ from helmscope.models.recording import Recording
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.mlp_force import MlpForce, unit_points
-from helmscope.observe.mlp_jacobian import force_jacobians, tangent_projectors
+from helmscope.observe.mlp_jacobian import force_jacobians
 from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_unsupported
 from helmscope.observe.sigma_field import SigmaField, antisymmetric_share_of
 from helmscope.observe.token_choice import sample_tokens, taken
@@ -87,7 +87,7 @@ def mobility_test(
         raise HelmscopeError(reason)
     if not isinstance(system, Recording):
         return system.replay(instrument, progress=progress)[instrument.name]
-    slopes = RecordedSlopes(system, lambda context, state: instrument.sampled(context, state)[0])
+    slopes = RecordedSlopes(system, instrument.sampled)
     instrument.slopes = slopes
     slopes.feed(instrument, progress)
     return instrument.result()
@@ -220,8 +220,10 @@ class _Mobility(Instrument):
         if not torch.equal(states[row, token], y):  # the MLP reads the state after attention
             moved, y = moved + radius * field.drift_slopes, y + write
         length = torch.linalg.vector_norm(y - y.mean() if context.centered else y)
-        turned = tangent_projectors(points[row, token], centered=context.centered) @ moved / length
-        return forces[row, token], jacobians[row, token] @ turned
+        u = points[row, token]
+        turned = moved - torch.outer(u, u @ moved)
+        turned = turned - turned.mean(0) if context.centered else turned
+        return forces[row, token], jacobians[row, token] @ turned / length
 
     def result(self) -> xr.Dataset:
         """The shares of every layer and replicate."""
@@ -261,9 +263,8 @@ def _fields(
                 line.append(None)
                 continue
             spread = written[row] - (p.unsqueeze(-1) * written[row]).sum(-2, keepdim=True)
-            spread = spread.flatten(0, 1) / radius[row, token]
-            line.append(
-                SigmaField(x[row, token], p.flatten(), spread, slopes[row, token].flatten(0, 1), spaces.centered)
-            )
+            seen = p > 0  # the weight of a masked key is 0, and so is its derivative
+            deviations, own = spread[seen] / radius[row, token], slopes[row, token][seen]
+            line.append(SigmaField(x[row, token], p[seen], deviations, own, spaces.centered))
         found.append(line)
     return found

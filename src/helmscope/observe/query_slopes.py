@@ -4,8 +4,7 @@
 
 for the state y of a token i and the coordinates q_c of its queries. In a model the first factor is the derivative of
 the family's own attention function (scale, caps, sinks and masks included) at the sampled queries, and the second comes
-from one vector-Jacobian product for each coordinate, through the norm and whatever the family does to its queries. A
-simulation is differentiated along the axes of R^d.
+from ``query_jacobian``. A simulation is differentiated along the axes of R^d.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import transformed_logits
 from helmscope.models.recording import Recording
 from helmscope.models.replay import InstrumentFeed
-from helmscope.models.sites import Observer, Site
-from helmscope.models.tap import Attended, eager_of
-from helmscope.observe.attention_surface_divergence import FrozenCloud
-from helmscope.observe.token_choice import taken
+from helmscope.models.sites import Chunk, Observer
+from helmscope.models.tap import eager_of
+from helmscope.observe.query_jacobian import query_jacobians
 from helmscope.solve.replay import attention_of
-from helmscope.types import Half, HelmscopeError, Needs, ReplayPlan
+from helmscope.types import Half, HelmscopeError, ReplayPlan, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-    from helmscope.models.tap import Call
+    from helmscope.models.tap import Attended, Call
     from helmscope.solve.simulation import Simulation
     from helmscope.types import Instrument, ReplayContext, System
     from helmscope.types.progress import ProgressOption
 
 AGREEMENT = 1e-4  # of attention weights computed for sampled queries with those of the model
+MEMORY = 2**28  # bytes for the derivatives of queries
 
 
 def slopes_unsupported(system: System, name: str) -> str | None:
@@ -100,32 +99,49 @@ def simulated_slopes(
 
 
 class RecordedSlopes(Observer):
-    """Observer: D_y P_ij of every layer of a recording at chosen tokens, from one forward pass with derivatives that
-    also feeds an instrument. ``choose(context, state)`` returns the tokens of a chunk (rows, tokens).
+    """Observer: D_y P_ij of every layer of a recording at chosen tokens, in a forward pass that also feeds an
+    instrument. ``choose(context, state)`` returns the tokens of some prompts (rows, tokens), and which of them count.
     """
 
     needs_all_layers = True
     sees_attention = True
 
-    def __init__(self, recording: Recording, choose: Callable[[ReplayContext, Tensor], Tensor]) -> None:
+    def __init__(self, recording: Recording, choose: Callable[[ReplayContext, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.recording, self.choose = recording, choose
-        self.leaves: dict[int, Tensor] = {}
-        self._places = InstrumentFeed(recording, [], Needs.NOTHING)
+        self._group = slice(0, 0)
+        self._chosen = torch.empty(0, 0, dtype=torch.long, device="cpu")
+        self._jacobians: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
 
     def feed(self, instrument: Instrument, progress: ProgressOption) -> None:
-        """Run the model once and pass every layer to the instrument."""
-        recording = self.recording
+        """Run the model, a group of prompts at a time, and pass every layer to the instrument."""
+        recording, report = self.recording, check_progress(progress)
         layers, batch = recording.layers, recording.batch
         instrument.start(
             ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(batch), batch.identities)
         )
-        runner = recording.runner.under(FrozenCloud(self.leaves))
-        runner.forward(self, _Detached(recording, [instrument], instrument.needs), gradients=True, progress=progress)
+        feed = InstrumentFeed(recording, [instrument], instrument.needs)
+        first, begin = recording.trajectory.states[0], 0
+        while begin < len(batch):
+            self._group = slice(begin, min(begin + self._most(instrument), len(batch)))
+            feed.chunk = Chunk(rows=self._group, texts=len(batch))
+            context = feed.context(layers[0], Half.ATTENTION, first[self._group])
+            self._chosen, counts = self.choose(context, first[self._group])
+            self._jacobians = query_jacobians(recording, self._group, self._chosen, counts)
+            recording.runner.forward(self, feed, rows=self._group, progress=False)
+            begin = self._group.stop
+            report(begin / len(batch))
+        self._jacobians = {}
 
     def of(self, layer: int) -> Float[Tensor, "rows tokens heads n d"]:
         """The derivatives in a layer, of the current chunk."""
         return self._found.pop(layer)
+
+    def _most(self, instrument: Instrument) -> int:
+        """How many prompts the derivatives of all layers fit in memory for, d x d numbers for each token."""
+        tokens = getattr(instrument, "tokens", 1)
+        size = 4 * tokens * len(self.recording.layers) * self.recording.anatomy.dim**2
+        return max(1, MEMORY // size)
 
     @full_precision
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
@@ -133,12 +149,10 @@ class RecordedSlopes(Observer):
         if layer not in self.recording.layers:
             return
         assert call is not None
-        y = self.leaves[layer]
-        self._places.chunk = self.chunk
-        state = y.detach()
-        chosen = self.choose(self._places.context(layer, Half.ATTENTION, state), state)
+        own = slice(self.rows.start - self._group.start, self.rows.stop - self._group.start)
+        chosen = self._chosen[own]
         by_query = self._by_query(layer, call, result, chosen)  # (rows, heads, tokens, n, r)
-        by_state = _query_jacobian(call.query, y, chosen)  # (rows, heads, tokens, r, d)
+        by_state = self._jacobians[layer][own]  # (rows, heads, tokens, r, d)
         self._found[layer] = (by_query.double() @ by_state.double()).transpose(1, 2)
 
     def _by_query(self, layer: int, call: Call, result: Attended, chosen: Tensor) -> Tensor:
@@ -168,36 +182,6 @@ class RecordedSlopes(Observer):
         for axis in torch.eye(few.shape[-1], dtype=few.dtype, device=few.device):
             columns.append(torch.func.jvp(weights, (few,), (axis.expand_as(few).contiguous(),))[1])
         return torch.stack(columns, -1).detach()
-
-
-class _Detached(InstrumentFeed):
-    """Feeds an instrument during a forward pass with derivatives, without them."""
-
-    def state(self, site: Site, layer: int, value: Tensor) -> None:
-        super().state(site, layer, value.detach())
-
-    def after(self, layer: int, call: Call | None, result: Attended) -> None:
-        if call is not None:
-            call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
-        super().after(layer, call, Attended(result.output.detach(), result.weights.detach()))
-
-
-def _query_jacobian(query: Tensor, y: Tensor, chosen: Tensor) -> Float[Tensor, "rows heads tokens r d"]:
-    """D_y q of the queries of chosen tokens: one vector-Jacobian product for each coordinate, for all tokens at once,
-    since a query depends on the state of its own token only.
-    """
-    heads, r = query.shape[1], query.shape[-1]
-    found = torch.zeros(len(y), heads, chosen.shape[1], r, y.shape[-1], dtype=y.dtype, device=y.device)
-    if not query.requires_grad:
-        return found
-    for head in range(heads):
-        for c in range(r):
-            z = torch.zeros_like(query)
-            z[:, head, :, c] = 1.0
-            (gradient,) = torch.autograd.grad(query, y, z, retain_graph=True, allow_unused=True)
-            if gradient is not None:
-                found[:, head, :, c] = taken(gradient, chosen)
-    return found
 
 
 def _rows(values: Float[Tensor, "rows heads n k"], chosen: Tensor) -> Float[Tensor, "rows heads tokens k"]:

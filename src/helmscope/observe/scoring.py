@@ -140,7 +140,7 @@ def scoring_unsupported(recording: object) -> str | None:
     """One sentence that says why the next tokens of a system have no loss; None if they have one.
 
     >>> scoring_unsupported("A")
-    'recording is a str, but it must be a Recording'
+    "recording is a str, but it must be a Recording: record a model first, hs.record('A')"
     """
     try:
         found = check_recording(recording)

@@ -13,7 +13,9 @@ up to multiples of x. With S = T Sigma T, its pseudo-inverse S+ (eigenvalues up 
 
     J[v] = S+ D(T b)[v] - S+ DS[v] S+ b + S+ S+ DS[v] n.
 
-b = Sigma grad V near x if and only if n = 0 and J is symmetric [Helmholtz Transformer, no. 7].
+b = Sigma grad V near x if and only if n = 0 and J is symmetric [Helmholtz Transformer, no. 7]. J is computed in the
+coordinates of the eigenvectors of S, in which T is the identity, from the coordinates of d_j and R_j: one product of
+(r, k) and (k, r) for k keys and rank r, and another one where n is not 0.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.mlp_jacobian import tangent_projectors
+from helmscope.observe.mlp_jacobian import on_tangent_space, tangent_projectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -65,7 +67,7 @@ class SigmaField:
     @full_precision
     def tangent(self) -> Float[Tensor, "d d"]:
         """S = T Sigma T."""
-        return self.onto @ self.ambient @ self.onto
+        return on_tangent_space(self.ambient, self.x, centered=self.centered)
 
     @cached_property
     @full_precision
@@ -103,17 +105,25 @@ class SigmaField:
         if not float(values[-1]) > 0:
             return None
         kept = values > tol * values[-1]
-        size, axes, onto = values[kept], vectors[:, kept], self.onto
+        size, axes = values[kept], vectors[:, kept]
+        eye = torch.eye(len(size), dtype=axes.dtype, device=axes.device)
+        spread, turned, pull = self.deviations @ axes, self.slopes @ axes, (self.ambient @ self.x) @ axes
         found = []
         for drift, slopes in drifts:
-            b = onto @ drift
-            solved = axes @ ((axes.mT @ b) / size)
-            outside = b - axes @ (axes.mT @ b)
-            inner = axes.mT @ (onto @ slopes @ onto - (self.x @ drift) * onto - self.derivative(solved)) @ axes
-            jacobian = inner / size.unsqueeze(-1)
-            jacobian = jacobian + axes.mT @ self.derivative(outside) @ axes / size.unsqueeze(-1) ** 2
-            left = outside.square().sum() / torch.where(b.any(), b.square().sum(), torch.nan)
-            found.append(SolvedDrift(jacobian, float(left)))
+            b = drift - (self.x @ drift) * self.x
+            b = b - b.mean() if self.centered else b
+            along = axes.mT @ b
+            outside = b - axes @ along
+            # DS[v] n / size - DS[v] S+ b, of which the first term is 0 where S has all directions
+            solved = axes @ (along / size)
+            left = spread / size * (self.deviations @ outside).unsqueeze(-1)
+            moved = (left - spread * (self.deviations @ solved).unsqueeze(-1)).mT @ turned / 2
+            moved = moved + torch.outer(pull, along / size) + (self.x @ self.ambient @ solved) * eye
+            moved = moved - (self.x @ self.ambient @ outside / size).unsqueeze(-1) * eye
+            jacobian = (axes.mT @ slopes @ axes - (self.x @ drift) * eye + moved) / size.unsqueeze(-1)
+            whole = b.square().sum()
+            share = outside.square().sum() / torch.where(whole > 0, whole, torch.nan)
+            found.append(SolvedDrift(jacobian, float(share)))
         return found
 
 

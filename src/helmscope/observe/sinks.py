@@ -29,7 +29,7 @@ from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
+from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -163,7 +163,7 @@ def sink_constancy(system: System) -> xr.Dataset:
     attributes: dict[str, Any] = {"prompts": prompts}
     if isinstance(system, Recording) and system.batch.ids_name in system.batch.inputs:
         attributes["distinct_first_tokens"] = len({ids[0] for ids in system.batch.visible_ids})
-    return xr.Dataset(values, attrs=attributes)
+    return as_measurement(xr.Dataset(values, attrs=attributes))
 
 
 def _explained_share(vectors: xr.DataArray, replicate: str) -> xr.DataArray:

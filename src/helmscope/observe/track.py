@@ -22,6 +22,7 @@ from helmscope.types import (
     HelmscopeError,
     System,
     Trajectory,
+    as_measurement,
     check_progress,
     check_replicates,
     identity_coordinates,
@@ -168,7 +169,7 @@ def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float
         name: {key: bound for key, bound in zip(("valid_min", "valid_max"), ends, strict=True) if math.isfinite(bound)}
         for name, ends in bounds.items()
     }
-    bounded = measurement.copy()  # shallow; ``assign`` would align all variables with each other again
+    bounded = as_measurement(measurement).copy()  # shallow; ``assign`` would align all variables again
     for name in attributes.keys() & bounded.keys():
         bounded[name].attrs |= attributes[name]
     return bounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,8 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str, *, letters: int = L
     >>> len(figure.subfigs[0].axes)
     2
     """
+    from matplotlib.ticker import MaxNLocator
+
     data = reduced(data)
     value = data[name]
     along, columns, rows = value.dims
@@ -41,9 +44,10 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str, *, letters: int = L
     low, high = (edge.transpose(*value.dims).values for edge in band(data, name))
     null = data[f"{name}_null"].broadcast_like(value).transpose(*value.dims).values if f"{name}_null" in data else None
     panels = place.subplots(value.sizes[rows], value.sizes[columns], squeeze=False, sharex=True, sharey="row")
+    titles, across = _titles(value, columns, letters)
     for i, row in enumerate(value[rows].values):
         color = COLORS[i % len(COLORS)]
-        for j, column in enumerate(value[columns].values):
+        for j in range(value.sizes[columns]):
             panel = panels[i, j]
             panel.fill_between(x, value.values[:, j, i], step="mid", color=color, alpha=0.5, linewidth=0)
             panel.fill_between(x, low[:, j, i], high[:, j, i], step="mid", color=color, linewidth=0)
@@ -52,12 +56,21 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str, *, letters: int = L
                 panel.plot(x, null[:, j, i], color=color, linestyle=":", linewidth=1, label="_null")
             if value.attrs.get("scale") == "log" and spans_decades(value.values):
                 panel.set_yscale("log")
+            panel.xaxis.set_major_locator(MaxNLocator(2))
             if i == 0:
-                panel.set_title(plain(label(value, columns, column)), fontsize=7.5)
+                panel.set_title(plain(titles[j]), fontsize=7.5)
         panels[i, 0].set_ylabel(plain(label(value, rows, row)), fontsize=7.5)
-    place.supxlabel(plain(axis_name(value, along)), fontsize=9)
+    place.supxlabel(plain(f"{axis_name(value, along)}{across}"), fontsize=9)
     lines = [line for line in heading(data, name, letters=letters) if line]
     place.suptitle(plain("\n".join(lines)), fontsize=9, x=0.01, ha="left")
+
+
+def _titles(value: xr.DataArray, columns: Hashable, letters: int) -> tuple[list[str], str]:
+    """The titles of the columns, and what the label of the axis says of them where only their coordinates fit."""
+    titles = [label(value, columns, each) for each in value[columns].values]
+    if max(map(len, titles)) <= letters // len(titles) or value[columns].dtype.kind not in "fiu":
+        return titles, ""
+    return [f"{each:.6g}" for each in value[columns].values], f"; columns: {axis_name(value, columns)}"
 
 
 def is_grid(value: xr.DataArray) -> bool:

@@ -38,11 +38,11 @@ from helmscope.types import (
 from helmscope.types.instrument import results, start_instruments
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import Tensor
 
     from helmscope.fields.field import Field
     from helmscope.solve.simulation import Simulation
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 CHUNK = 1 << 24  # entries of a kernel in memory at a time: 128 MiB in float64
@@ -55,7 +55,7 @@ def replay(
     *,
     batch_size: int | None = None,
     progress: ProgressOption = None,
-) -> dict[str, xr.Dataset]:
+) -> Measurements:
     """Replay a simulation for instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
 
     >>> from helmscope.fields.attention import SA

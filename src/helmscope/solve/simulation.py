@@ -14,12 +14,12 @@ from helmscope.types import Outcome, Plottable, Trajectory, html_table, one_line
 
 if TYPE_CHECKING:
     import torch
-    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
     from helmscope.types import Instrument
+    from helmscope.types.dataset import Measurements
     from helmscope.types.progress import ProgressOption
 
 
@@ -284,7 +284,7 @@ class Simulation(Plottable):
     @shows_progress("replaying")
     def replay(
         self, *instruments: Instrument, batch_size: int | None = None, progress: ProgressOption = None
-    ) -> dict[str, xr.Dataset]:
+    ) -> Measurements:
         """Show the mechanism at every stored time to instruments and return their Measurements by name, with the axes
         ``time`` and ``system``.
 
@@ -295,7 +295,8 @@ class Simulation(Plottable):
         >>> import torch
         >>> import helmscope as hs
         >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
-        >>> run.replay(hs.observe.KernelStatistics())["kernel_statistics"].effective_keys.values.tolist()
+        >>> measured = run.replay(hs.observe.KernelStatistics())["kernel_statistics"]
+        >>> measured.effective_keys.round(6).values.tolist()
         [[2.0], [2.0]]
         """
         return replay(self, instruments, batch_size=batch_size, progress=progress)

@@ -35,6 +35,7 @@ from helmscope.types.interval import Interval, Region
 from helmscope.types.interval import interval_text as interval_text
 from helmscope.types.interval import region_text as region_text
 from helmscope.types.lazy import listed_exports
+from helmscope.types.measurement import as_measurement as as_measurement
 from helmscope.types.measurement import check_measurement, check_reduced, check_replicates
 from helmscope.types.measurement import identity_coordinates as identity_coordinates
 from helmscope.types.measurement import keeps_replicates as keeps_replicates

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.types.arguments import pluralized, short_repr, type_with_article
 from helmscope.types.errors import HelmscopeError
-from helmscope.types.measurement import check_replicates, identity_coordinates
+from helmscope.types.measurement import as_measurement, check_replicates, identity_coordinates
 from helmscope.types.replay_context import (
     AttentionTensors,
     CrossAttentionTensors,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from helmscope.types.dataset import Measurements
     from helmscope.types.system import System
 
 
@@ -224,7 +225,7 @@ class Instrument(ABC):
             data[name] = ((plan.axis, plan.replicate, *kept.axes), values)
         coords: dict[str, Any] = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
         coords |= {axis: np.arange(size) for axis, size in sizes.items()}
-        return xr.Dataset(data, coords | identity_coordinates(plan.replicate, plan.identities))
+        return as_measurement(xr.Dataset(data, coords | identity_coordinates(plan.replicate, plan.identities)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,10 +281,12 @@ def _check_needs(instrument: Instrument) -> None:
     )
 
 
-def results(instruments: Sequence[Instrument]) -> dict[str, xr.Dataset]:
+def results(instruments: Sequence[Instrument]) -> Measurements:
     """The Measurements of the instruments after a replay, by name.
 
     >>> results([])
-    {}
+    <Measurements: 0: none>
     """
-    return {instrument.name: check_replicates(instrument.result()) for instrument in instruments}
+    from helmscope.types.dataset import Measurements  # it imports xarray, which takes long
+
+    return Measurements({instrument.name: check_replicates(instrument.result()) for instrument in instruments})

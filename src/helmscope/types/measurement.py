@@ -11,6 +11,8 @@ from helmscope.types.errors import HelmscopeError
 if TYPE_CHECKING:
     import xarray as xr
 
+    from helmscope.types.dataset import Measurement
+
 _REDUCED = ("_stderr", "_low", "_high")
 COMPANIONS = (*_REDUCED, "_null")  # suffixes of the variables that accompany a variable NAME
 REPLICATES = ("prompt", "system", "seed", "group")  # replicate axes; without one of these, layers are the replicates
@@ -65,11 +67,11 @@ def identity_coordinates(replicate: str, identities: Sequence[str] | None) -> di
     return {IDENTITY[replicate]: (replicate, list(identities))}
 
 
-def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset:
+def check_replicates(dataset: xr.Dataset, over: str | None = None) -> Measurement:
     """Check a Measurement that keeps its replicates, as it is before ``reduce_replicates``: every NAME has the
     replicate axis, and its only companion is NAME_null, with or without that axis.
 
-    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks this rule.
+    Returns the same data as a ``Measurement``, which can be plotted; raises ``HelmscopeError`` if they break this rule.
 
     >>> import xarray as xr
     >>> check_replicates(xr.Dataset({"rank": ("prompt", [3.0, 4.0]), "rank_null": 5.0})).sizes["prompt"]
@@ -89,7 +91,7 @@ def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset
     for name in names:
         if not name.endswith(COMPANIONS) and axis not in dataset[name].dims:
             raise HelmscopeError(f"'{name}' has axes {dataset[name].dims}, but its replicate axis must be '{axis}'")
-    return dataset
+    return as_measurement(dataset)
 
 
 def keeps_replicates(dataset: xr.Dataset) -> bool:
@@ -107,11 +109,11 @@ def keeps_replicates(dataset: xr.Dataset) -> bool:
     return not is_reduced and any(axis in dataset.dims for axis in (*REPLICATES, "layer"))
 
 
-def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
+def check_measurement(dataset: xr.Dataset) -> Measurement:
     """Check a Measurement in either form: by ``check_replicates`` if it keeps its replicates, otherwise by
     ``check_reduced``.
 
-    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks the rules.
+    Returns the same data as a ``Measurement``; raises ``HelmscopeError`` if they break the rules.
 
     >>> import xarray as xr
     >>> check_measurement(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
@@ -122,12 +124,12 @@ def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
     return check_replicates(dataset) if keeps_replicates(dataset) else check_reduced(dataset)
 
 
-def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
+def check_reduced(dataset: xr.Dataset) -> Measurement:
     """Check a Measurement that was reduced over its replicates: every NAME has NAME_stderr, or NAME_low and NAME_high,
     optionally NAME_null, and an attribute n, the number of replicates (on the variable or on the Dataset), which is 0
     only if all values of NAME are NaN.
 
-    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks this rule.
+    Returns the same data as a ``Measurement``; raises ``HelmscopeError`` if they break this rule.
 
     >>> import xarray as xr
     >>> check_reduced(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
@@ -150,7 +152,19 @@ def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
             raise HelmscopeError(f"measurement '{name}' has no attribute n, the number of replicates")
         check_integer(f"attribute n of measurement '{name}'", n, at_least=int(bool(dataset[name].notnull().any())))
         _check_companions(dataset, name)
-    return dataset
+    return as_measurement(dataset)
+
+
+def as_measurement(dataset: xr.Dataset) -> Measurement:
+    """The same data as a ``Measurement``, unchecked; unchanged if they are one.
+
+    >>> import xarray as xr
+    >>> type(as_measurement(xr.Dataset({"rank": 3.0}))).__name__
+    'Measurement'
+    """
+    from helmscope.types.dataset import Measurement  # it imports xarray, which takes long
+
+    return Measurement.of(dataset)
 
 
 def _check_companions(dataset: xr.Dataset, name: str) -> None:

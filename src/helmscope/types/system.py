@@ -10,9 +10,10 @@ from helmscope.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import torch
-    import xarray as xr
     from jaxtyping import Bool
     from torch import Tensor
+
+    from helmscope.types.dataset import Measurements
 
 
 @runtime_checkable
@@ -100,7 +101,7 @@ class System(Protocol):
         >>> run.unsupported_reason(KernelStatistics())
         """
 
-    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> Measurements:
         """Show every layer once to all instruments and return their Measurements, with replicates, by name.
 
         ``progress`` is called with the share of the work done.

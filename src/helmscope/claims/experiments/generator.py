@@ -120,8 +120,9 @@ def generator_on_model(case: TrialCase) -> Finding:
     if isinstance(prompts, Finding):
         return prompts
     recording = case.subject.record(prompts.texts)
+    bank = ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind"))
     options = {
-        "bank": ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind")),
+        "bank": bank,
         "tokens": case.constant("sampled_tokens"),
         "seed": case.seed_for(1),
     }
@@ -138,7 +139,7 @@ def generator_on_model(case: TrialCase) -> Finding:
             "blocks that write nothing": silent.shares("explained_share"),
         },
         described=own.described(),
-        data=own.curves(),
+        data=xr.merge([own.curves(), own.bank(bank)], join="outer"),
         remark=f"{own.remark(silent)} {small_steps_premise(case)}",
         setting=f"{own.measured.attrs['sphere']}, updates over its recorded length, {prompts.setting}, first token "
         f"left out; {own.measured.attrs['probes']} probes: {', '.join(map(str, own.measured.kind.values))}",

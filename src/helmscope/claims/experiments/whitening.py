@@ -111,7 +111,7 @@ def _on_model(case: TrialCase) -> Finding:
             "commutator": _over_layers(found.commutator),
         },
         controls={
-            "random eigenvectors": every_layer(found.change_null),
+            "random eigenvectors": every_layer(found.antisymmetric_share_change_null),
             "blocks that write nothing": trial.silent_evidence(silent, "there is no Sigma to whiten by"),
         },
         described={
