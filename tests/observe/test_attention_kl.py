@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helmscope.models import KeptTensors, load, record
 from helmscope.observe import key_noise_kl, query_noise_kl
 from helmscope.types import HelmscopeError
 
@@ -57,6 +58,52 @@ def test_a_small_query_alone_does_not_make_query_noise_small():
     of_keys, law_of_keys, of_query, law_of_query = both_ways(True, 3, sigma, sigma)
     assert law_of_keys == pytest.approx(of_keys, rel=0.03)
     assert law_of_query < 0.95 * of_query
+
+
+@pytest.fixture(scope="module")
+def rows_of_a():
+    """Queries, keys, weights and beta of rows of model A in float64: of every head of three layers, eight queries."""
+    text = "Once upon a time there was a little girl who had a red ball and a big dog. They went to the park to play."
+    kept = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.KERNELS
+    recording = record(load("A").model.double(), load("A").tokenizer(text, return_tensors="pt").input_ids, keep=kept)
+    places = torch.linspace(2, recording.kept["query"].shape[3] - 1, 8).long()
+    found = []
+    for layer in (0, 5, 11):
+        for head in range(6):
+            query, key, kernel = (recording.kept[name][layer, 0, head] for name in ("query", "key", "kernel"))
+            found += [(query[i], key[: i + 1], kernel[i, : i + 1]) for i in places]
+    return found, found[0][0].numel() ** -0.5
+
+
+def excess(changes, weights):
+    """Mean of KL - Var(dl) / 2 over changes of the logits (draws, N), whose mean the law is of the second term; so that
+    only what the law leaves out is sampled.
+    """
+    mean = (changes * weights).sum(-1, keepdim=True)
+    square = (weights * (changes - mean).square()).sum(-1)
+    kl = (weights * changes.exp()).sum(-1).log() - mean.squeeze(-1)
+    return float((kl - square / 2).mean())
+
+
+@pytest.mark.parametrize("quantity", ["keys", "query", "query, by the length of the query alone"])
+def test_the_law_on_rows_of_a_trained_model(rows_of_a, quantity):
+    """Within 3 % of every row, for noise on keys and on the query at sigma beta |q| = .05. For noise on the query the
+    small number is sigma beta max |k_j - mean k|, which on these rows is small enough then; above it is not.
+    """
+    rows, beta = rows_of_a
+    draw, errors = torch.Generator().manual_seed(0), []
+    for query, key, weights in rows:
+        length, reach = float(query.norm()), float((key - weights @ key).norm(dim=-1).max())
+        sigma = 0.05 / (beta * (reach if quantity == "query" else length))
+        if quantity == "keys":
+            changes = sigma * beta * length * torch.randn(2000, len(key), dtype=torch.float64, generator=draw)
+            law = key_noise_kl(weights[None], query[None], beta, sigma).item()
+        else:
+            changes = sigma * beta * torch.randn(2000, len(query), dtype=torch.float64, generator=draw) @ key.mT
+            law = query_noise_kl(weights[None], key, beta, sigma).item()
+        errors.append(excess(torch.cat([changes, -changes]), weights) / law)
+    assert len(errors) == 144
+    assert max(map(abs, errors)) < 0.03
 
 
 def test_the_law_is_half_the_variance_of_the_logits_by_loops():

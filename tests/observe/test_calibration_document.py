@@ -17,6 +17,7 @@ import torch
 from scipy import stats
 
 from helmscope.observe.context_group import ContextGroup
+from helmscope.observe.interventions import intervention_names
 from helmscope.observe.measure import measurement_names
 from helmscope.stats import reduce
 from helmscope.stats.intervals import mean_interval
@@ -164,6 +165,52 @@ def test_only_known_quantities_miss_their_bound_on_the_page(calibration):
     assert missed == set(calibration.MISSES)
     assert all(reason in page for reason in calibration.MISSES.values())
     assert len(re.findall(r"\| (?:3\.2 to 6\.8|at most 8) \|$", page, re.M)) > 60
+
+
+@pytest.fixture(scope="module")
+def of_edits(calibration) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_calibration_edits", DOCS / "calibration_edits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_measurement_under_edits_is_calibrated_or_says_why_not(of_edits):
+    estimated = {law.measurement for law in of_edits.EDIT_LAWS}
+    listed = [*estimated, *of_edits.MEANS, *of_edits.EXACT]
+    assert sorted(listed) == sorted(intervention_names())
+
+
+def test_the_page_of_edits_is_in_step_with_its_script(of_edits):
+    page = (DOCS / "calibration_edits.md").read_text(encoding="utf8")
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    laws = of_edits.EDIT_LAWS
+    assert list(sections)[: len(laws)] == [f"{law.measurement}: {law.text}" for law in laws]
+    missed = set()
+    for law in laws:
+        text = sections[f"{law.measurement}: {law.text}"]
+        rows = re.findall(r"^\| `(\w+)` \| (\d+) (\w+) \| (\S+) ", text, re.M)
+        assert [row[:3] for row in rows] == [(name, str(n), law.unit) for n in law.sizes for name in law.truths(n)]
+        for name, size, _, truth in rows:
+            assert float(truth) == pytest.approx(law.truths(int(size))[name], rel=1e-3)
+        for name, size in re.findall(r"^\| `(\w+)` \| (\d+) \w+ \|.*missed\*\* \|$", text, re.M):
+            missed.add((law.measurement, name, int(size)))
+    assert missed == set(of_edits.MISSES)
+    (law,) = [each for each in laws if each.measurement == "query_key_metric"]
+    for row in of_edits.calibrated(law, 2, law.repetitions):
+        assert str(row) in page
+
+
+def test_noise_has_the_damage_of_its_law_and_few_draws_bias_the_ratio(of_edits):
+    (law,) = [each for each in of_edits.EDIT_LAWS if each.measurement == "query_key_noise"]
+    rows = {row.quantity: row for row in of_edits.calibrated(law, 8, 20)}
+    for name in ("`kl_of_queries`", "`kl_of_keys`"):
+        assert rows[name].expectation == pytest.approx(1, abs=4 * rows[name].error)
+        assert rows[name].error < 0.03
+    biased = {row.quantity: row for row in of_edits.calibrated(law, 2, 20)}["`ratio`"]
+    assert biased.expectation < 1 - 3 * biased.error
 
 
 def test_seeds_repeat(calibration):

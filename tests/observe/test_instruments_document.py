@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from helmscope.observe import measurement_names
+from helmscope.observe import intervention_names, measurement_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "instruments.md").read_text(encoding="utf8")
@@ -60,6 +60,15 @@ def test_the_blocks_on_dimension_run() -> None:
     names = run_blocks("instruments_dimension.md")
     assert names["tokens"].two_nn.shape == names["positions"].position_two_nn.shape == (25, 12)
     assert 1 < float(names["tokens"].two_nn[0].mean()) < 3  # of embeddings and positions
+
+
+def test_the_blocks_on_interventions_run() -> None:
+    names = run_blocks("instruments_interventions.md")
+    assert names["damage"].sizes == {"temperature": 2}
+    assert (names["damage"] > 0).all()
+    assert list(names["reasons"]) == list(intervention_names())
+    page = (DOCS / "instruments_interventions.md").read_text(encoding="utf8")
+    assert all(f"`{name}`" in page for name in intervention_names())
 
 
 def test_every_measurement_has_a_place_in_the_table() -> None:
