@@ -55,11 +55,22 @@ MISSES = {
         for name in ("fisher_information", "surface_fisher_information")
         for size in (8, 32)
     },
+    **{
+        (
+            "free_energy_along_depth",
+            "predicted_entropy_change",
+            size,
+        ): "at nu = 0.2 E div b and nu I change in opposite directions with the spread of the cloud and nearly cancel, "
+        "so that the second order is what is left, in which an estimate and its error rise together; at nu = 0.05 they "
+        "do not"
+        for size in (8, 32)
+    },
     (
-        "free_energy_along_depth",
-        "predicted_entropy_change",
+        "jko_step_test",
+        "gap_closed_share",
         8,
-    ): "pseudo-values of an inverse covariance of 256 tokens are skewed, and most intervals that miss are too low",
+    ): "with halves of 128 tokens the correction of the bias adds a tenth to the variance, which the jackknife does "
+    "not see",
 }
 CHUNK = 3200  # prompts that are measured at once
 FEWEST = 400  # intervals; with fewer, coverage is not stated

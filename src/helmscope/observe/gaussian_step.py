@@ -116,8 +116,9 @@ class FittedStep:
         return _closed(before, after, self.minimum(before))
 
     @full_precision
-    def values(self, before: Gaussian, after: Gaussian) -> list[float]:
-        """The share, and the objective at the input, the output and the minimizer.
+    def values(self, before: Gaussian, after: Gaussian, distance: float | None = None) -> list[float]:
+        """The share, and the objective at the input, the output and the minimizer; ``distance`` is W2 between both
+        laws, if it is known.
 
         >>> from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy
         >>> eye = torch.eye(1).double()
@@ -125,11 +126,11 @@ class FittedStep:
         >>> abs(step.values(Gaussian(eye[0], eye), Gaussian(eye[0], eye))[0]) < 1e-15
         True
         """
-        least = self.minimum(before)
+        least, distance = self.minimum(before), after.w2(before) if distance is None else distance
         return [
             _closed(before, after, least),
             self._objective(before.mean, before.covariance, before.entropy, 0.0, before),
-            self.objective(after, before),
+            self._objective(after.mean, after.covariance, after.entropy, distance, before),
             self._objective(least.mean, least.step.covariance, least.entropy, least.gap, before),
         ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.observe.probes import LensLogits
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from helmscope.observe.probes import ProbeKind
 
 
+@full_precision
 def along_axes(kind: ProbeKind, angles: Float[Tensor, " k"]) -> Float[Tensor, "p k"]:
     """Each probe of a kind at angles from its axis, between 0 and 1.
 

@@ -55,12 +55,13 @@ def step_replicates(
     those of the test half alone, NaN in the other.
     """
 
-    def values(step: FittedStep, before: Gaussian, after: Gaussian) -> list[float]:
-        return step.values(before, after) if parts > 1 else [step.closed(before, after)]
+    def values(step: FittedStep, before: Gaussian, after: Gaussian, distance: float | None = None) -> list[float]:
+        return step.values(before, after, distance) if parts > 1 else [step.closed(before, after)]
 
     tested = pair.moments(step.axes, test)
     laws, n = tested.laws(), len(selection) + len(test)
-    whole = _table([values(step, *laws)])
+    apart = laws[1].w2(laws[0])  # the same for all energies
+    whole = _table([values(step, *laws, apart)])
     tests = (len(test) - 1) * (whole - _table([values(step, *each) for each in tested.laws_without_one()]))
     center, found = whole + tests.mean(0), torch.full((n, parts), torch.nan, dtype=torch.float64, device="cpu")
     if energy.parts is None:
@@ -71,7 +72,7 @@ def step_replicates(
     for one in changed:
         bound = largest_tau(one)
         tau = bound if step.tau > AT_BOUND * most else min(step.tau, bound)
-        left_out.append(values(FittedStep(one, tau, step.axes), *laws))
+        left_out.append(values(FittedStep(one, tau, step.axes), *laws, apart))
     left = _table(left_out)
     fits = (len(selection) - 1) * (whole - left)
     smaller = min(len(selection), len(test))
