@@ -61,7 +61,7 @@ def replay(
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> replay(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), [])
-    {}
+    <Measurements: 0: none>
     """
     systems, n = simulation.trajectory.states.shape[1:3]
     coordinates = simulation.times.cpu().numpy()
