@@ -1,0 +1,42 @@
+"""Quantiles of replicates, for quantities whose mean says nothing, such as condition numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import stats
+
+from helmscope.stats.intervals import tail
+from helmscope.stats.replicates import numbers
+from helmscope.types import HelmscopeError, Interval, check_real
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+
+def quantile_interval(values: ArrayLike, share: float, *, confidence: float = 0.95) -> Interval:
+    """The quantile ``share`` of the law of the replicates, with the interval between two of their order statistics:
+
+        [x_(r), x_(s)],    r the quantile (1 - confidence) / 2 of Binomial(n, share), s that of (1 + confidence) / 2, + 1,
+
+    which holds for every law, since the number of replicates below the quantile is binomial (David & Nagaraja, Order
+    Statistics, 2003, section 7.1). The estimate is the smallest replicate with at least this share at or below it.
+    Values may be infinite; with few replicates an end is infinite too. Raises ``HelmscopeError`` for a share that is
+    not between 0 and 1, for NaN and for no values.
+
+    >>> quantile_interval([3.0, 1.0, 2.0, 5.0, 4.0, 6.0, 7.0], 0.5)
+    Interval(estimate=4.0, low=2.0, high=7.0, n=7)
+    """
+    share = check_real("share", share, above=0)
+    if share >= 1:
+        raise HelmscopeError(f"share is {share:g}, but it must be above 0 and below 1")
+    x = np.sort(numbers("values", values).ravel())
+    if not x.size or bool(np.isnan(x).any()):
+        raise HelmscopeError(f"values is {'empty' if not x.size else 'NaN in part'}, but quantiles need numbers")
+    law = stats.binom(x.size, share)
+    first, last = int(law.ppf(tail(confidence))), int(law.ppf(1 - tail(confidence))) + 1
+    low = -math.inf if first < 1 else float(x[first - 1])
+    high = math.inf if last > x.size else float(x[last - 1])
+    return Interval(float(np.quantile(x, share, method="inverted_cdf")), low, high, x.size)
