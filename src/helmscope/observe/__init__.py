@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from helmscope.observe.dimension import two_nn as two_nn
     from helmscope.observe.dimension import two_nn_fit as two_nn_fit
     from helmscope.observe.dimension import two_nn_mle as two_nn_mle
+    from helmscope.observe.direct_logit_attribution import direct_logit_attribution as direct_logit_attribution
     from helmscope.observe.effective_beta import EffectiveBeta as EffectiveBeta
     from helmscope.observe.effective_beta import effective_beta as effective_beta
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
@@ -83,12 +84,19 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import richardson_limit as richardson_limit
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.generator_test import generator_test as generator_test
+    from helmscope.observe.gradient_norms import GradientVersion as GradientVersion
+    from helmscope.observe.gradient_norms import gradient_norms as gradient_norms
+    from helmscope.observe.half_step_retention import HalfStepRetention as HalfStepRetention
+    from helmscope.observe.half_step_retention import half_step_retention as half_step_retention
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.head_ablation_damage import KernelRank as KernelRank
     from helmscope.observe.head_ablation_damage import MatchedPairs as MatchedPairs
     from helmscope.observe.head_ablation_damage import head_ablation_damage as head_ablation_damage
     from helmscope.observe.head_ablation_damage import head_interaction as head_interaction
     from helmscope.observe.head_ablation_damage import matched_pairs as matched_pairs
+    from helmscope.observe.head_write_models import WriteModel as WriteModel
+    from helmscope.observe.head_write_models import head_write_models as head_write_models
+    from helmscope.observe.head_write_models import head_write_r_squared as head_write_r_squared
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.inner_products import close_pair_share as close_pair_share
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
@@ -111,6 +119,12 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.kernel_lag import KernelLag as KernelLag
+    from helmscope.observe.kernel_lag import kernel_lag as kernel_lag
+    from helmscope.observe.kernel_lag import white_noise_high_share as white_noise_high_share
+    from helmscope.observe.kernel_spectrum import KernelSpectrum as KernelSpectrum
+    from helmscope.observe.kernel_spectrum import head_quantiles as head_quantiles
+    from helmscope.observe.kernel_spectrum import kernel_spectrum as kernel_spectrum
     from helmscope.observe.layer_ablation_damage import AblationKind as AblationKind
     from helmscope.observe.layer_ablation_damage import LayerPart as LayerPart
     from helmscope.observe.layer_ablation_damage import layer_ablation_damage as layer_ablation_damage
@@ -123,6 +137,7 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.loss_gradient_cosine import loss_gradient as loss_gradient
     from helmscope.observe.loss_gradient_cosine import loss_gradient_cosine as loss_gradient_cosine
+    from helmscope.observe.matrix_spectrum import matrix_spectrum as matrix_spectrum
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
     from helmscope.observe.measure import standalone_measurements as standalone_measurements
@@ -154,6 +169,7 @@ if TYPE_CHECKING:
     from helmscope.observe.noise_ratio import query_key_noise_slope as query_key_noise_slope
     from helmscope.observe.noise_ratio import query_key_noise_summary as query_key_noise_summary
     from helmscope.observe.noise_ratio import query_key_noise_table as query_key_noise_table
+    from helmscope.observe.operator_spectrum import operator_spectrum as operator_spectrum
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet
@@ -194,11 +210,17 @@ if TYPE_CHECKING:
     from helmscope.observe.sinks import sink_constancy as sink_constancy
     from helmscope.observe.sinks import sink_decomposition as sink_decomposition
     from helmscope.observe.standalone import StandaloneMeasurement as StandaloneMeasurement
+    from helmscope.observe.state_spectrum import state_spectrum as state_spectrum
+    from helmscope.observe.synthetic_operators import SyntheticOperator as SyntheticOperator
+    from helmscope.observe.synthetic_operators import synthetic_operators as synthetic_operators
     from helmscope.observe.token_decoding import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
+    from helmscope.observe.token_spectrum import token_spectrum as token_spectrum
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
+    from helmscope.observe.value_composition import composition_score as composition_score
+    from helmscope.observe.value_composition import value_composition as value_composition
     from helmscope.types.dataset import Measurement as Measurement
     from helmscope.types.dataset import Measurements as Measurements
 

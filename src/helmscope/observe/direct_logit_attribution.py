@@ -1,8 +1,8 @@
-"""Direct logit attribution: how much each head and each half-step adds to the logit of the next token, and how large its
-write is.
+"""Direct logit attribution: how much each head and each half-step adds to the logit of the next token, and how large
+its write is.
 
-The logits are W x + c at the direction x = y / |y| of the last state y (the gain of the final norm folded into W), and y is
-the embedding plus everything that is written. At the fixed scale |y| the logit is therefore a sum over all writes w,
+The logits are W x + c at the direction x = y / |y| of the last state y (the gain of the final norm folded into W), and
+y is the embedding plus everything that is written. At the fixed scale |y| the logit is a sum over all writes w,
 
     attribution(w)  =  <W_next - mean over the vocabulary of W, w> / |y|,
 
@@ -110,8 +110,8 @@ def attribution_unsupported(recording: object) -> str | None:
     assert isinstance(recording, Recording)
     if head_on_directions(check_recording(recording)) is None:
         return (
-            "recording is of a model whose logits are no linear map of the direction of its last state: it is post-norm, "
-            "or its head is not linear, or scales or caps logits"
+            "recording is of a model whose logits are no linear map of the direction of its last state: it is "
+            "post-norm, or its head is not linear, or scales or caps logits"
         )
     return recording.unsupported_reason(_Needed())
 

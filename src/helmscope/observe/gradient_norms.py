@@ -6,7 +6,7 @@ with L the sum of the next-token losses of a prompt. Four versions of the same w
 
     whole model               the model as it is
     no residual connections   y' = A(y), y'' = M(y'): each half replaces the state by its write
-    norms at fixed scales     N(y) becomes gain * (y - mean y) / s + bias with the s that the token has in the whole model
+    norms at fixed scales     N(y) becomes gain * (y - mean y) / s + bias, s that of the token in the whole model
     neither                   both
 
 At fixed scales the forward pass of the whole model is unchanged, and its gradient lacks the projection by which a norm
@@ -14,9 +14,9 @@ removes the radial direction. Source: [Additive transport], Section 9.3: ill-con
 propagation", and the residual connection prevents it.
 
 How to read it. ``log_gradient_norm`` along depth; its fall or growth per block is the slope. With residual connections
-each block's Jacobian is I + J, and the gradient changes little. How it fails. Without residual connections a trained model
-computes something else: the gradients are those of another function, at other states. Cost: a forward and a backward
-pass for each version.
+each block's Jacobian is I + J, and the gradient changes little. How it fails. Without residual connections a trained
+model computes something else: the gradients are those of another function, at other states. Cost: a forward and a
+backward pass for each version.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def gradient_norms(
     """``log_gradient_norm`` along (version, block, prompt): the natural logarithm of g at the input of each block and,
     as the last entry, at the output of the last block.
 
-    Tokens on which no scored token depends, such as the last one, have gradient 0 and count. Raises HelmscopeError where
-    ``next_token_loss`` does, for blocks with scaled residual connections or cross-attention, and, without norms, for a
-    model whose norms cannot be read.
+    Tokens on which no scored token depends, such as the last one, have gradient 0 and count. Raises HelmscopeError
+    where ``next_token_loss`` does, for blocks with scaled residual connections or cross-attention, and, without norms,
+    for a model whose norms cannot be read.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record

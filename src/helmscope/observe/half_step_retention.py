@@ -5,8 +5,8 @@ the sum is left out, so that a half that writes nothing keeps 1 exactly, in ever
 [Additive transport], Section 9.3, there of idealized operators.
 
 How to read it. Above 1 the half adds to the singular values, below 1 it cancels. How it fails. Growing radii raise it,
-whatever the shape of the cloud: see the ranks of ``state_spectrum``. Cost: two singular value decompositions of T x d per
-half, layer and prompt.
+whatever the shape of the cloud: see the ranks of ``state_spectrum``. Cost: two singular value decompositions of T x d
+per half, layer and prompt.
 """
 
 from __future__ import annotations

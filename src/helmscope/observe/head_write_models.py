@@ -4,14 +4,14 @@ With weights A_tj of query t and values V_j, the head writes W_O sum_j A_tj V_j.
 
     mixing     sum_j K_tj V_j                              K the mean of the kernels of the other prompts
     retrieval  V_j*,  j* the key with the largest weight   nothing is fitted
-    transport  (1 - l_t) sum_{j > 1} M_tj V_j + l_t b      l_t = A_t1 the weight on the first token, M the mean over the
-                                                           other prompts of A_tj / (1 - l_t), b a constant by least squares
+    transport  (1 - l_t) sum_{j > 1} M_tj V_j + l_t b      l_t = A_t1, the weight on the first token, M the mean over
+                                                           other prompts of A_tj / (1 - l_t), b by least squares
 
     R^2  =  1 - sum |write - prediction|^2 / sum |write - mean write|^2,
 
-sums over tokens and held-out prompts, the mean over tokens and the prompts of the fit, lengths in the residual stream. The
-three readings are those of [Additive transport], Sections 2 and 9; the last is its "affine" equation of Section 9.2,
-where the gate depends on the token: a head gates its constant kernel and a bias vector.
+sums over tokens and held-out prompts, the mean over tokens and the prompts of the fit, lengths in the residual stream.
+The three readings are those of [Additive transport], Sections 2 and 9; the last is its "affine" equation of Section
+9.2, where the gate depends on the token: a head gates its constant kernel and a bias vector.
 
 How to read it. R^2 = 1 is a head of that kind; all three can be low, since none of them reads the content of the tokens
 but by the top key and the gate, or all high, as for a head that attends to the token before. Transport with a gate that
@@ -46,7 +46,7 @@ from helmscope.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from jaxtyping import Float
     from torch import Tensor
@@ -105,8 +105,8 @@ def head_write_r_squared(
     kernel = check_kernel(kernel).double()
     if kernel.ndim != 4 or values.shape[:-1] != kernel.shape[:-1] or kernel.shape[-1] < 2:
         raise HelmscopeError(
-            f"kernel is {tuple(kernel.shape)} and values {tuple(values.shape)}, but they must be (prompts, heads, n, n) "
-            "and (prompts, heads, n, s) with n >= 2"
+            f"kernel is {tuple(kernel.shape)} and values {tuple(values.shape)}, but they must be (prompts, heads, n, "
+            "n) and (prompts, heads, n, s) with n >= 2"
         )
     if not len(fitted) or not len(tested) or set(fitted) & set(tested):
         raise HelmscopeError("fitted and tested must each hold a prompt, and share none")
@@ -119,8 +119,8 @@ def head_write_r_squared(
 
 @shows_progress("models of head writes")
 def head_write_models(recording: Recording, *, seed: int = 0, progress: ProgressOption = None) -> xr.Dataset:
-    """``r_squared`` along (layer, prompt, head, model_of_write), for the half of the prompts on which nothing was fitted;
-    the halves are drawn with ``seed``. Its mean over prompts is the held-out R^2 of the head, and its null is 0.
+    """``r_squared`` along (layer, prompt, head, model_of_write), for the half of the prompts on which nothing was
+    fitted; the halves are drawn with ``seed``. Its mean over prompts is the R^2 of the head, and its null is 0.
 
     Raises HelmscopeError for fewer than 4 prompts, prompts of different lengths, and models whose attention weights,
     values or output matrices cannot be read.
@@ -133,13 +133,14 @@ def head_write_models(recording: Recording, *, seed: int = 0, progress: Progress
     report, seed = check_progress(progress), check_seed(seed)
     _check_lengths(check_recording(recording))
     fitted, tested = random_halves(len(recording.batch), seed=seed)
-    passes = _KernelPass(fitted), _BiasPass(fitted), _TestPass(tested)
-    for number, each in enumerate(passes):
-        each.fits = passes[number - 1].fits if number else {}
-        recording.replay(each, progress=sub_progress(report, number / 3, (number + 1) / 3))
-    measured = passes[2].result().isel(prompt=tested)
+    fits = _Fits()
+    tasks = ((fits.add_kernels, fitted), (fits.add_biases, fitted), (fits.errors, tested))
+    for number, (use, prompts) in enumerate(tasks):
+        replayed = _Pass(prompts, use)
+        recording.replay(replayed, progress=sub_progress(report, number / 3, (number + 1) / 3))
+    measured = replayed.result().isel(prompt=tested)
     errors = torch.from_numpy(measured.errors.transpose("prompt", "layer", "head", "error").values)
-    shares = _shares(errors.flatten(1, 2)).unflatten(1, errors.shape[1:3])
+    shares = _shares(errors.flatten(1, 2)).reshape(*errors.shape[:-1], len(WriteModel))
     axes = ("layer", "prompt", "head", "model_of_write")
     data = {
         R_SQUARED: (axes, shares.transpose(0, 1).numpy(), {"long_name": "held-out R^2 of a model of the head's write"}),
@@ -164,17 +165,15 @@ def _check_lengths(recording: Recording) -> None:
 
 
 class _Pass(Instrument):
-    """One replay: calls ``use`` with kernels and values, in coordinates with the lengths of writes, of the ``prompts``."""
+    """One replay: keeps what ``use`` returns for the layer and the kernels and values of the chosen ``prompts``; values
+    are in coordinates in which they have the lengths of writes.
+    """
 
+    name = "head_write_models"
     needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT
 
-    def __init__(self, prompts: np.ndarray) -> None:
-        self.prompts = set(prompts.tolist())
-        self.fits: dict[int, HeadFit] = {}
-
-    @property
-    def name(self) -> str:
-        return "head_write_models"
+    def __init__(self, prompts: np.ndarray, use: Callable[[int, Tensor, Tensor], Tensor | None]) -> None:
+        self.prompts, self.use = set(prompts.tolist()), use
 
     @full_precision
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
@@ -186,49 +185,32 @@ class _Pass(Instrument):
         factor = torch.linalg.qr(tensors.output.double()).R  # |W_O u| = |R u|
         values = torch.einsum("hrs,bhns->bhnr", factor, value[chosen].double())
         found = self.use(context.layer, kernel[chosen].double(), values)
-        errors = torch.full((len(kernel), kernel.shape[1], 1 + len(WriteModel)), torch.nan, dtype=torch.float64)
-        if found is not None and chosen:
-            errors[chosen] = found.cpu()
+        errors = kernel.new_full((len(kernel), kernel.shape[1], 1 + len(WriteModel)), torch.nan, dtype=torch.float64)
+        if found is not None:
+            errors[chosen] = found
         self.keep(context, {"errors": errors}, axes=("head", "error"))
 
-    def use(self, layer: int, kernel: Tensor, values: Tensor) -> Tensor | None:
-        """What a pass does with the chosen prompts of one layer."""
-        raise NotImplementedError
 
+class _Fits:
+    """What is fitted for each layer, from sums over the chunks of a replay."""
 
-class _KernelPass(_Pass):
-    """Sums the kernels."""
+    def __init__(self) -> None:
+        self.kernels: dict[int, dict[str, Tensor]] = {}
+        self.biases: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __init__(self, prompts: np.ndarray) -> None:
-        super().__init__(prompts)
-        self.sums: dict[int, dict[str, Tensor]] = {}
+    def add_kernels(self, layer: int, kernel: Tensor, values: Tensor) -> None:
+        """Add the kernels of some prompts."""
+        sums, before = _kernel_sums(kernel, values), self.kernels.get(layer)
+        self.kernels[layer] = sums if before is None else {name: before[name] + each for name, each in sums.items()}
 
-    def use(self, layer: int, kernel: Tensor, values: Tensor) -> None:
-        sums = _kernel_sums(kernel, values)
-        before = self.sums.get(layer)
-        self.sums[layer] = sums if before is None else {name: before[name] + each for name, each in sums.items()}
-        self.fits[layer] = _without_bias(self.sums[layer])
+    def add_biases(self, layer: int, kernel: Tensor, values: Tensor) -> None:
+        """Add what the bias vectors are fitted to, given the mean kernels."""
+        sums, before = _bias_sums(kernel, values, _without_bias(self.kernels[layer])), self.biases.get(layer)
+        self.biases[layer] = sums if before is None else (before[0] + sums[0], before[1] + sums[1])
 
-
-class _BiasPass(_Pass):
-    """Fits the bias vectors."""
-
-    def __init__(self, prompts: np.ndarray) -> None:
-        super().__init__(prompts)
-        self.sums: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def use(self, layer: int, kernel: Tensor, values: Tensor) -> None:
-        sums = _bias_sums(kernel, values, self.fits[layer])
-        before = self.sums.get(layer)
-        self.sums[layer] = sums if before is None else (before[0] + sums[0], before[1] + sums[1])
-        self.fits[layer] = self.fits[layer]._replace(bias=_bias(self.sums[layer]))
-
-
-class _TestPass(_Pass):
-    """Computes the errors."""
-
-    def use(self, layer: int, kernel: Tensor, values: Tensor) -> Tensor:
-        return _errors(kernel, values, self.fits[layer])
+    def errors(self, layer: int, kernel: Tensor, values: Tensor) -> Tensor:
+        """The errors of some prompts, given all fits."""
+        return _errors(kernel, values, _without_bias(self.kernels[layer])._replace(bias=_bias(self.biases[layer])))
 
 
 def _kernel_sums(kernel: Tensor, values: Tensor) -> dict[str, Tensor]:

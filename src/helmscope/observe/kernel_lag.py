@@ -8,8 +8,8 @@ With normalized rows P_ij, queries i and keys j in the order of the tokens,
     white_noise_high_share sum_{f > c} |(F A)_f|^2 / sum_f |(F A)_f|^2
 
 F is the orthonormal real Fourier basis along the queries (``intervene.fourier_basis``), f its frequencies, 1 the
-highest, and c the cutoff; for tokens that are white noise X, the last one is the expected share of the power of A X above
-the cutoff. Beside the kernel A it is taken of I + A.
+highest, and c the cutoff; for tokens that are white noise X, the last one is the expected share of the power of A X
+above the cutoff. Beside the kernel A it is taken of I + A.
 
 Nulls. Mean lag: equal weights on the visible keys. Toeplitz share: the mean over all permutations of each row among its
 visible keys, in closed form. White noise: the share of the identity, which is that of white noise itself.
@@ -158,7 +158,7 @@ def toeplitz_share(kernel: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "
     with mu_i and q_i the means of P_ij and of P_ij^2 over the visible keys of row i. NaN for a kernel of zeros.
 
     >>> toeplitz_share(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))[0]
-    tensor(0.5000)
+    tensor(0.7500)
     """
     n = kernel.shape[-1]
     keys = _keys(kernel).to(kernel)
@@ -203,7 +203,8 @@ def frequency_power(x: Float[Tensor, "*batch n c"]) -> Float[Tensor, "*batch f c
     twice[0] = 1.0
     if n % 2 == 0:
         twice[-1] = 1.0
-    return power * twice.unsqueeze(-1)
+    doubled: Tensor = power * twice.unsqueeze(-1)
+    return doubled
 
 
 def fourier_line(tokens: int, device: torch.device) -> Float[Tensor, " f"]:
@@ -212,7 +213,8 @@ def fourier_line(tokens: int, device: torch.device) -> Float[Tensor, " f"]:
     >>> fourier_line(4, torch.device("cpu")).tolist()
     [0.0, 0.5, 1.0]
     """
-    return fourier_frequencies(tokens).unique().to(device)
+    frequencies = fourier_frequencies(tokens)  # 0, then two of each, and 1 alone if their number is even
+    return torch.cat([frequencies[:1], frequencies[1::2]]).to(device)
 
 
 def _keys(kernel: Tensor) -> Bool[Tensor, "*batch n n"]:

@@ -13,8 +13,9 @@ rank has a name of its own:
     collapse_residual          |X - 1 xbar^T|_F / |X|_F                   0 for a single point, 1 for mean 0
     log_condition              log(s_1 / s_r), r the largest possible rank
 
-The Dirichlet energy of the complete graph on the tokens is T times the square of the numerator of the collapse residual,
-so that it says nothing more. How it fails. A condition number beyond rounding is not measured: see ``condition_of``.
+The Dirichlet energy of the complete graph on the tokens is T times the square of the numerator of the collapse
+residual, so that it says nothing more. How it fails. A condition number beyond rounding is not measured: see
+``condition_of``.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def matrix_spectrum(x: Float[Tensor, "*batch t c"], *, rank: int | None = None) 
 
 
 def condition_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """``log_condition`` = log(s_1 / s_r), ``inverse_condition`` = s_r / s_1 and ``is_singular``, from singular values in
-    falling order.
+    """``log_condition`` = log(s_1 / s_r), ``inverse_condition`` = s_r / s_1 and ``is_singular``, from singular values
+    in falling order.
 
-    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell: ``is_singular`` is 1,
-    the inverse 0, and the logarithm that of 1 / (r eps), which the true one exceeds.
+    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell: ``is_singular`` is
+    1, the inverse 0, and the logarithm that of 1 / (r eps), which the true one exceeds.
 
     >>> condition_of(torch.tensor([2.0, 1.0]).double())["inverse_condition"]
     tensor(0.5000, dtype=torch.float64)

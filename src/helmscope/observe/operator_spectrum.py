@@ -6,10 +6,10 @@ is ([Additive transport], Section 9.3).
 with A (T x T) applied k times to a signal X (T x c), |.|_* the sum of the singular values, and s_1 >= ... >= s_r those
 of A^k X, r = min(T, c). The source leaves X open, and rho depends on it: X = I here unless a signal is given.
 
-How to read it. A rho of 1 is no isometry: diag(1.5, 0.5) has it, with kappa = 3. Orthogonal maps have rho = 1 for any X.
-How it fails. The kappa of a random matrix has no mean: its logarithm has quantiles, over heads, prompts or seeds.
-Where s_r is below r eps s_1 it is rounding: ``is_singular`` is 1 there, and the logarithm of kappa is that of 1 / (r eps),
-from below. Cost: one singular value decomposition, O(T^2 c), for each k.
+How to read it. A rho of 1 is no isometry: diag(1.5, 0.5) has it, with kappa = 3. Orthogonal maps have rho = 1 for any
+X. How it fails. The kappa of a random matrix has no mean: its logarithm has quantiles, over heads, prompts or seeds.
+Where s_r is below r eps s_1 it is rounding (``condition_of``). Cost: one singular value decomposition,
+O(T^2 c), for each k.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def operator_spectrum(
 
     >>> found = operator_spectrum(torch.diag(torch.tensor([1.5, 0.5])), applications=[1, 2])
     >>> found["nuclear_retention"], found["log_condition"].exp()
-    (tensor([1.0000, 1.2500], dtype=torch.float64), tensor([3., 9.], dtype=torch.float64))
+    (tensor([1.0000, 1.2500], dtype=torch.float64), tensor([3.0000, 9.0000], dtype=torch.float64))
     """
     matrix = _checked(operator)
     steps = [check_integer("applications", k, at_least=1) for k in applications]

@@ -1,5 +1,5 @@
-"""The spectrum of the tokens of each prompt along depth: ranks, condition, roughness along the tokens and collapse, in two
-coordinates, with and without the mean token.
+"""The spectrum of the tokens of each prompt along depth: ranks, condition, roughness along the tokens and collapse, in
+two coordinates, with and without the mean token.
 
 The quantities are those of ``matrix_spectrum`` for the T x d matrix X of the tokens of a prompt, and
 
@@ -49,8 +49,8 @@ FEWEST = 3
 def state_spectrum(
     system: Trajectory | System, *, include_first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
-    """The quantities of ``matrix_spectrum`` and ``nuclear_retention`` over (depth, prompt, coordinates, token_mean), the
-    last two with the values "sphere" and "residual stream", "kept" and "removed".
+    """The quantities of ``matrix_spectrum`` and ``nuclear_retention`` over (depth, prompt, coordinates, token_mean),
+    the last two with the values "sphere" and "residual stream", "kept" and "removed".
 
     Retention is NaN at the first depth. Without radii, as in a simulation on the sphere, the two coordinates agree.
     Tokens of weight 0, and the first token unless ``include_first_token``, do not count. Raises HelmscopeError for a

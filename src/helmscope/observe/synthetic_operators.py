@@ -62,7 +62,8 @@ class SyntheticOperator(Enum):
         if self is SyntheticOperator.MIXING:
             return normal.softmax(-1)
         q, r = torch.linalg.qr(normal)
-        return q * r.diagonal().sign()  # without the signs the law of Q is not Haar's
+        rotation: Tensor = q * r.diagonal().sign()  # without the signs the law of Q is not Haar's
+        return rotation
 
 
 @shows_progress("synthetic operators")

@@ -12,13 +12,13 @@ t (``intervene.fourier_basis``), and f = 0, 2/T, ... <= 1 its frequencies, 1 the
 Source: [Additive transport], Sections 5 and 5.1, which says that mixing suppresses high-frequency distinctions and
 preserves the center of mass; along which axis is not said.
 
-Nulls. Tokens in random order: the share of f > 0 is spread evenly over T - 1 basis vectors. Changes of random signs have
-a mean shift of 1 / sqrt(T). How to read it. A change of the share mixes what a half-step removes at high frequencies
-with what it adds at low ones, such as one constant vector written to all tokens; the share of the variation leaves
-that constant out. A half-step that keeps the mean token has a shift of 0, one that moves all tokens alike 1.
-How it fails. Position embeddings and sinks put power at low frequencies; the first token is left out by default. A
-text is no period: its ends meet in the basis, which adds high frequencies where they differ (a trend of T steps has a
-share of about 1/T). Cost: T log T d per depth and prompt.
+Nulls. Tokens in random order: the share of f > 0 is spread evenly over T - 1 basis vectors. Changes of random signs
+have a mean shift of 1 / sqrt(T). How to read it. A change of the share mixes what a half-step removes at high
+frequencies with what it adds at low ones, such as one constant vector written to all tokens; the share of the variation
+leaves that constant out. A half-step that keeps the mean token has a shift of 0, one that moves all tokens alike 1. How
+it fails. Position embeddings and sinks put power at low frequencies; the first token is left out by default. A text is
+no period: its ends meet in the basis, which adds high frequencies where they differ, to the variation of a linear trend
+a share of 6 / (pi T) above 1/2. Cost: T log T d per depth and prompt.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def token_spectrum(
 
     >>> alternating = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(3, 1)
     >>> path = Trajectory(torch.zeros(1), alternating.expand(1, 1, 6, 2))
-    >>> float(token_spectrum(path, include_first_token=True).high_frequency_share.sel(coordinates="sphere"))
+    >>> float(token_spectrum(path, include_first_token=True).high_frequency_share[0, 0, 0])
     1.0
     """
     report, cutoff = check_progress(progress), check_cutoff(cutoff)
@@ -112,7 +112,8 @@ def _shares(
     high = line > cutoff + TIE
     if not bool(high.any()):
         raise HelmscopeError(
-            f"{replicate} {prompt} has {cloud.shape[-2]} tokens that count, and no frequency above the cutoff {cutoff:g}"
+            f"{replicate} {prompt} has {cloud.shape[-2]} tokens that count, and no frequency above the cutoff of "
+            f"{cutoff:g}"
         )
     whole, varying, above = power.sum(-1), power[:, 1:].sum(-1), power[:, high].sum(-1)
     # the frequencies 0 and, for an even number of tokens, 1 have one basis vector, all others two

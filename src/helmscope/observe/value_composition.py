@@ -6,13 +6,13 @@ composition score of the pair, for each of the three,
     |W^b W_O^a W_V^a|_F / (|W^b|_F |W_O^a W_V^a|_F),    W^b one of W_Q^b, W_K^b, W_V^b,
 
 lies between 0 and 1 (Elhage et al., A mathematical framework for transformer circuits, 2021; there with W_O^b W_V^b for
-the values). The gain of the norm before b is folded into W^b, and the mean over coordinates, which a LayerNorm removes, is
-taken out of what a writes.
+the values). The gain of the norm before b is folded into W^b, and the mean over coordinates, which a LayerNorm removes,
+is taken out of what a writes.
 
-Null. A W^b of independent normal entries, 1 / sqrt(d), d the dimension without that mean. How to read it. Above the null
-b reads more of what a writes than of a random subspace of that size. How it fails. Weights alone: whether the head is
-ever read depends on attention. Layers are the replicates, and say nothing about other models. Cost: no forward pass but a
-few short ones that find the matrices.
+Null. A W^b of independent normal entries, 1 / sqrt(d), d the dimension without that mean. How to read it. Above the
+null b reads more of what a writes than of a random subspace of that size. How it fails. Weights alone: whether the head
+is ever read depends on attention. Layers are the replicates, and say nothing about other models. Cost: no forward pass
+but a few short ones that find the matrices.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def value_composition(recording: Recording) -> xr.Dataset:
     }
     coords = {"layer": range(count), "head": range(heads), "read": list(READS), "later_layer": range(count)}
     coords |= {"later_head": range(heads)}
-    return check_replicates(xr.Dataset(data, coords, {"title": "composition of heads", "model": recording.origin.title}))
+    return check_replicates(
+        xr.Dataset(data, coords, {"title": "composition of heads", "model": recording.origin.title})
+    )
 
 
 def composition_unsupported(recording: object) -> str | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from helmscope.stats.paired import paired_difference as paired_difference
     from helmscope.stats.power import detection_power as detection_power
     from helmscope.stats.power import minimum_detectable_effect as minimum_detectable_effect
+    from helmscope.stats.quantiles import quantile_interval as quantile_interval
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
     from helmscope.stats.replicates import random_halves as random_halves
     from helmscope.stats.scales import BoundedScale as BoundedScale

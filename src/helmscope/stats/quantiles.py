@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def quantile_interval(values: ArrayLike, share: float, *, confidence: float = 0.95) -> Interval:
     """The quantile ``share`` of the law of the replicates, with the interval between two of their order statistics:
 
-        [x_(r), x_(s)],    r the quantile (1 - confidence) / 2 of Binomial(n, share), s that of (1 + confidence) / 2, + 1,
+        [x_(r), x_(s)],    r and s - 1 the quantiles (1 -+ confidence) / 2 of the law Binomial(n, share),
 
     which holds for every law, since the number of replicates below the quantile is binomial (David & Nagaraja, Order
     Statistics, 2003, section 7.1). The estimate is the smallest replicate with at least this share at or below it.
@@ -27,7 +27,7 @@ def quantile_interval(values: ArrayLike, share: float, *, confidence: float = 0.
     not between 0 and 1, for NaN and for no values.
 
     >>> quantile_interval([3.0, 1.0, 2.0, 5.0, 4.0, 6.0, 7.0], 0.5)
-    Interval(estimate=4.0, low=2.0, high=7.0, n=7)
+    Interval(estimate=4.0, low=1.0, high=7.0, n=7)
     """
     share = check_real("share", share, above=0)
     if share >= 1:

@@ -68,8 +68,8 @@ def softmax_retention(tokens: int, *, applications: int = 1) -> float:
 
         ((e - 1) / T)^{k/2} Gamma((k + 3) / 2) / (Gamma(3/2) Gamma(k/2 + 2))
 
-    to the retention; of the two terms the one of leading order is kept. The law of powers: Alexeev, Goetze & Tikhomirov,
-    Asymptotic distribution of singular values of powers of random matrices, Lithuanian Math. J. 50 (2010).
+    to the retention; of the two terms the one of leading order is kept. The law of powers: Alexeev, Goetze &
+    Tikhomirov, Asymptotic distribution of singular values of powers of random matrices, Lithuanian Math. J. 50 (2010).
 
     >>> round(softmax_retention(512), 5)
     0.04917
@@ -100,7 +100,8 @@ def softmax_condition_quantile(tokens: int, share: float) -> float:
 
 
 def retrieval_rank_share(*, applications: int = 1) -> float:
-    """Limit of rank(A^k) / T for an A whose rows are unit vectors at random: 1 - t_k with t_0 = 0, t_{j+1} = e^{t_j - 1}.
+    """Limit of rank(A^k) / T for an A whose rows are unit vectors at random: 1 - t_k with t_0 = 0, t_{j+1} = e^{t_j -
+    1}.
 
     The rank is the number of tokens that are still retrieved; 1 - 1/e for k = 1. Source: Flajolet & Odlyzko, Random
     mapping statistics, EUROCRYPT 1989.

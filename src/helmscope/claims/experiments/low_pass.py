@@ -92,8 +92,8 @@ def low_pass(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=_remark(measured, own),
-        setting=f"{measured.attrs['sphere']}, {prompts.setting}, {case.constant('tokens')} tokens each, first token left "
-        f"out, frequencies above {case.constant('cutoff'):g} of the highest",
+        setting=f"{measured.attrs['sphere']}, {prompts.setting}, {case.constant('tokens')} tokens each, first token "
+        f"left out, frequencies above {case.constant('cutoff'):g} of the highest",
     )
 
 
@@ -196,6 +196,6 @@ def _remark(measured: xr.Dataset, own: HalfStepChanges) -> str:
     return (
         f"The share runs from {share[0]:.3f} at the first depth to {share[-1]:.3f} at the last, with a minimum of "
         f"{share.min():.3f}; for tokens in random order it would be {null:.3f}. Over attention it falls in "
-        f"{int((attention < 0).sum())} of {len(attention)} blocks, by a mean of {-attention.mean():.2g}; over the MLP it "
-        f"changes by a mean of {mlp.mean():.2g} and falls in {int((mlp < 0).sum())}."
+        f"{int((attention < 0).sum())} of {len(attention)} blocks, by a mean of {-attention.mean():.2g}; over the MLP "
+        f"it changes by a mean of {mlp.mean():.2g} and falls in {int((mlp < 0).sum())}."
     )

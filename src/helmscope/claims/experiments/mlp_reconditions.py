@@ -65,8 +65,8 @@ def mlp_reconditions(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=_remark(measured, own),
-        setting=f"{measured.attrs['sphere']}, {prompts.setting}, {case.constant('tokens')} tokens each, first token left "
-        "out, mean token kept",
+        setting=f"{measured.attrs['sphere']}, {prompts.setting}, {case.constant('tokens')} tokens each, first token "
+        "left out, mean token kept",
     )
 
 
@@ -79,7 +79,8 @@ def _on(measured: xr.Dataset, name: str, coordinates: str = SPHERE, mean: str = 
 def _changes(measured: xr.Dataset, name: str, coordinates: str = SPHERE, mean: str = "kept") -> HalfStepChanges:
     """The changes of the logarithm of a quantity, or of itself if it is one."""
     values = measured[name].sel(coordinates=coordinates, token_mean=mean)
-    return HalfStepChanges.of(values if name.startswith("log_") else np.log(values))
+    logs: xr.DataArray = values if name.startswith("log_") else xr.apply_ufunc(np.log, values)
+    return HalfStepChanges.of(logs)
 
 
 def _described(measured: xr.Dataset) -> dict[str, Evidence]:
@@ -94,7 +95,9 @@ def _described(measured: xr.Dataset) -> dict[str, Evidence]:
         for half, values in (("MLP", changes.mlp), ("attention", changes.attention)):
             label = name.removeprefix("log_").replace("_", " ")
             cloud = f"{coordinates}, mean token {mean}"
-            rows[f"change of log {label} over {half}, {cloud}, mean over blocks"] = Replicates(values.mean(0), "prompts")
+            rows[f"change of log {label} over {half}, {cloud}, mean over blocks"] = Replicates(
+                values.mean(0), "prompts"
+            )
     return rows
 
 
@@ -145,7 +148,8 @@ def whiten_by_half(x: Tensor) -> Tensor:
             [0., 1.]])
     """
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    return (u * s.sqrt()) @ vh
+    whitened: Tensor = (u * s.sqrt()) @ vh
+    return whitened
 
 
 def average_earlier(x: Tensor, share: float) -> Tensor:
@@ -163,8 +167,9 @@ def _remark(measured: xr.Dataset, own: HalfStepChanges) -> str:
     rank, condition = (_on(measured, name).mean(1) for name in ("effective_rank", "log_condition"))
     attention, mlp = own.attention.mean(1), own.mlp.mean(1)
     return (
-        f"The effective rank runs from {rank[0]:.3g} at the first depth to {rank[-1]:.3g} at the last, with a minimum of "
-        f"{rank.min():.3g}, and the log of the condition number from {condition[0]:.2f} to {condition[-1]:.2f}. Over the "
-        f"MLP the rank rises in {int((mlp > 0).sum())} of {len(mlp)} blocks, over attention in "
-        f"{int((attention > 0).sum())}. The claim breathing says of the same half-steps that the MLP lowers the dimension."
+        f"The effective rank runs from {rank[0]:.3g} at the first depth to {rank[-1]:.3g} at the last, with a minimum "
+        f"of {rank.min():.3g}, and the log of the condition number from {condition[0]:.2f} to {condition[-1]:.2f}. "
+        f"Over the MLP the rank rises in {int((mlp > 0).sum())} of {len(mlp)} blocks, over attention in "
+        f"{int((attention > 0).sum())}. The claim breathing says of the same half-steps that the MLP lowers the "
+        "dimension."
     )

@@ -34,8 +34,8 @@ NO_VARIANCE = "blocks that write nothing: no head writes anything whose variance
 
 @experiment("operator-class", seconds={"model": 30})
 def operator_class(case: TrialCase) -> Finding:
-    """The share of the heads of a model whose writes transport predicts better than mixing, on the half of the prompts on
-    which nothing was fitted.
+    """The share of the heads of a model whose writes transport predicts better than mixing, on the half of the prompts
+    on which nothing was fitted.
 
     Described: the R^2 of the three models over prompts, the share of heads with a difference beyond its interval, and
     untrained twins. Controls are heads of synthetic kernels: constant ones, and ones that are gated by the first token.
@@ -72,8 +72,8 @@ def operator_class(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=_remark(measured),
-        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each, fitted on {measured.attrs['fitted']} of them and "
-        f"tested on the other {measured.sizes['prompt']}; writes in the residual stream, first query left out",
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each, fitted on {measured.attrs['fitted']} of "
+        f"them and tested on the other {measured.sizes['prompt']}; writes in the residual stream, first query left out",
     )
 
 
@@ -101,7 +101,9 @@ def _described(measured: xr.Dataset, by_model: xr.DataArray) -> dict[str, Eviden
     }
     values = measured[R_SQUARED].stack(heads=("layer", "head"))
     difference = values.sel(model_of_write=TRANSPORT) - values.sel(model_of_write=MIXING)
-    intervals = [mean_interval(each) for each in difference.transpose("heads", "prompt").values if np.isfinite(each).all()]
+    intervals = [
+        mean_interval(each) for each in difference.transpose("heads", "prompt").values if np.isfinite(each).all()
+    ]
     clear = [sum(each.low > 0 for each in intervals), sum(each.high < 0 for each in intervals)]
     rows["share of heads with transport above mixing beyond its interval"] = Count(clear[0], len(intervals), "heads")
     rows["share of heads with mixing above transport beyond its interval"] = Count(clear[1], len(intervals), "heads")
@@ -168,7 +170,7 @@ def _remark(measured: xr.Dataset) -> str:
     mixing, retrieval, transport = (heads.sel(model_of_write=name).values for name in (MIXING, RETRIEVAL, TRANSPORT))
     gain = transport - mixing
     return (
-        f"Over heads the median R^2 is {np.median(mixing):.3f} for mixing, {np.median(retrieval):.3f} for retrieval and "
-        f"{np.median(transport):.3f} for transport; transport minus mixing runs from {gain.min():.3f} to {gain.max():.3f}, "
-        f"with a median of {np.median(gain):.4f}."
+        f"Over heads the median R^2 is {np.median(mixing):.3f} for mixing, {np.median(retrieval):.3f} for retrieval "
+        f"and {np.median(transport):.3f} for transport; transport minus mixing runs from {gain.min():.3f} to "
+        f"{gain.max():.3f}, with a median of {np.median(gain):.4f}."
     )

@@ -46,13 +46,13 @@ INPUTS = 1_000  # of a control of an identity, the least that decides
 
 @experiment("spectral", seconds={"simulation": 25, "model": 60})
 def spectral(case: TrialCase) -> Finding:
-    """In simulation stated constructions against their closed forms; on a model the spectra of A and I + A, described."""
+    """In simulation stated constructions and their closed forms; on a model the spectra of A and I + A, described."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)
 
 
 def _simulated(case: TrialCase) -> Finding:
-    """Averaging, lazy averaging, rotations and permutations at every size have closed forms, within rounding. Softmax of
-    normal values and random one-hot rows have limits for large T, tried at the largest; seeds are the replicates.
+    """Averaging, lazy averaging, rotations and permutations at every size have closed forms, within rounding. Softmax
+    of normal values and random one-hot rows have limits for large T, tried at the largest; seeds are the replicates.
     """
     sizes, steps = case.constant("sizes"), case.constant("applications")
     seeds = case.count(case.constant("seeds"), quick=case.constant("seeds_quick"))
@@ -88,8 +88,9 @@ def _simulated(case: TrialCase) -> Finding:
             over="seed",
         ),
         remark=_simulated_remark(case, mixing, powers),
-        setting=f"simulation: X = I, T = {largest} for random operators and 2 to {case.constant('largest_identity')} for "
-        f"the others, k = {steps[0]} to {steps[-1]} applications, {draws[0]} seeds of mixing and {draws[1]} of retrieval",
+        setting=f"simulation: X = I, T = {largest} for random operators and 2 to {case.constant('largest_identity')} "
+        f"for the others, k = {steps[0]} to {steps[-1]} applications, {draws[0]} seeds of mixing and {draws[1]} of "
+        "retrieval",
     )
 
 
@@ -101,13 +102,19 @@ def _errors_of_closed_forms(case: TrialCase) -> np.ndarray:
         one = torch.eye(tokens, dtype=torch.float64)
         expected = {"averaging": (average, [(averaging_retention(tokens), 0.0)] * len(steps))}
         for lazy in case.constant("laziness"):
-            rho = [lazy_averaging_retention(tokens, lazy, applications=k) for k in steps]
-            inverse = [1 / lazy_averaging_condition(lazy, applications=k) for k in steps]
-            expected[f"lazy {lazy}"] = ((1 - lazy) * one + lazy * average, list(zip(rho, inverse, strict=True)))
+            pairs = [
+                (
+                    lazy_averaging_retention(tokens, lazy, applications=k),
+                    1 / lazy_averaging_condition(lazy, applications=k),
+                )
+                for k in steps
+            ]
+            expected[f"lazy {lazy}"] = (1 - lazy) * one + lazy * average, pairs
         for each in (SyntheticOperator.ROTATION, SyntheticOperator.PERMUTATION):
             expected[each.value] = each.draw(tokens, seed=case.seed), [(1.0, 1.0)] * len(steps)
         spectrum = operator_spectrum(torch.stack([a for a, _ in expected.values()]), applications=steps)
-        rho, inverse = torch.tensor([pairs for _, pairs in expected.values()], dtype=torch.float64).unbind(-1)
+        closed = torch.tensor([pairs for _, pairs in expected.values()], dtype=torch.float64)
+        rho, inverse = closed.unbind(-1)
         relative = (spectrum["nuclear_retention"] / rho - 1).abs()
         errors.append(torch.maximum(relative, (spectrum["inverse_condition"] - inverse).abs()).flatten())
     return np.asarray(torch.cat(errors).numpy())
@@ -123,7 +130,8 @@ def _errors_of_isometry(operators: Tensor) -> np.ndarray:
 def _stretched(case: TrialCase) -> Tensor:
     """diag(1.5, 0.5) between random rotations."""
     left, right = (torch.linalg.qr(each).Q for each in case.normal(2, INPUTS, 2, 2, index=1))
-    return left @ torch.diag(torch.tensor([1.5, 0.5], dtype=torch.float64)) @ right
+    stretched: Tensor = left @ torch.diag(torch.tensor([1.5, 0.5], dtype=torch.float64)) @ right
+    return stretched
 
 
 def _averaging(count: int) -> Tensor:
@@ -134,9 +142,9 @@ def _simulated_remark(case: TrialCase, mixing: xr.Dataset, powers: xr.Dataset) -
     median = quantile_interval(mixing.log_condition.values, 0.5)
     rho = powers.nuclear_retention.mean("seed").values
     return (
-        f"Mixing has a rho of {float(mixing.nuclear_retention.mean()):.4f} at the largest T, with a median of log kappa of "
-        f"{interval_text(median)}. After {case.constant('applications')[-1]} applications at the smallest T the rho of "
-        f"mixing is {rho[0, -1]:.4f}, that of retrieval {rho[1, -1]:.3f}."
+        f"Mixing has a rho of {float(mixing.nuclear_retention.mean()):.4f} at the largest T, with a median of log "
+        f"kappa of {interval_text(median)}. After {case.constant('applications')[-1]} applications at the smallest T "
+        f"the rho of mixing is {rho[0, -1]:.4f}, that of retrieval {rho[1, -1]:.3f}."
     )
 
 
@@ -177,12 +185,12 @@ def _on_model(case: TrialCase) -> Finding:
         remark=(
             f"The median head keeps {medians['A']['nuclear_retention'].mean():.3f} of the nuclear norm, and with the "
             f"residual connection {medians['I + A']['nuclear_retention'].mean():.3f}; the median log kappa is "
-            f"{medians['A']['log_condition'].mean():.2f} and {medians['I + A']['log_condition'].mean():.2f}. Of the kernels "
-            f"{float(measured.is_singular.sel(operator='A').mean()):.1%} are singular up to rounding, of I + A "
+            f"{medians['A']['log_condition'].mean():.2f} and {medians['I + A']['log_condition'].mean():.2f}. Of the "
+            f"kernels {float(measured.is_singular.sel(operator='A').mean()):.1%} are singular up to rounding, of I + A "
             f"{float(measured.is_singular.sel(operator='I + A').mean()):.1%}."
         ),
-        setting=f"X = I, {prompts.setting}, {case.constant('tokens')} tokens each; the condition shows the median of rho of "
-        "A over heads",
+        setting=f"X = I, {prompts.setting}, {case.constant('tokens')} tokens each; the condition shows the median of "
+        "rho of A over heads",
     )
 
 
@@ -196,7 +204,9 @@ def _quantiles(case: TrialCase, quantiles: xr.Dataset) -> dict[str, Evidence]:
     rows: dict[str, Evidence] = {}
     for operator, share in product(quantiles.operator.values, case.constant("quantiles")):
         values = _of_kernel(quantiles, operator, share)
-        rows[f"rho of {operator}, quantile {share:g} over heads"] = Replicates(values["nuclear_retention"], "prompts", LOG)
+        rows[f"rho of {operator}, quantile {share:g} over heads"] = Replicates(
+            values["nuclear_retention"], "prompts", LOG
+        )
         rows[f"log kappa of {operator}, quantile {share:g} over heads"] = Replicates(values["log_condition"], "prompts")
     return rows
 

@@ -65,8 +65,8 @@ class Roles(NamedTuple):
 
 @experiment("value-roles", seconds={"model": 30})
 def value_roles(case: TrialCase) -> Finding:
-    """One quantity for each role of a head, and how they trade off over the heads of a layer. Nothing is judged; controls
-    are blocks that write nothing and roles permuted over heads.
+    """One quantity for each role of a head, and how they trade off over the heads of a layer. Nothing is judged;
+    controls are blocks that write nothing and roles permuted over heads.
     """
     prompts = prompts_or_finding(case, "kernel", "replay", "lens", head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
@@ -90,8 +90,9 @@ def value_roles(case: TrialCase) -> Finding:
         described=_described(roles) | _twins(case, prompts, found),
         data=_curves(roles),
         remark=_remark(roles, found),
-        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; next-token logit at the final norm's scale, "
-        f"composition over all later heads, {roles.assembly.shape[-1]} heads in each of {roles.assembly.shape[1]} layers",
+        setting=f"{prompts.setting}, {case.constant('tokens')} tokens each; next-token logit at the final norm's "
+        f"scale, composition over all later heads, {roles.assembly.shape[-1]} heads in each of "
+        f"{roles.assembly.shape[1]} layers",
     )
 
 
@@ -163,6 +164,6 @@ def _remark(roles: Roles, found: np.ndarray) -> str:
     layer, head = (int(index) for index in np.unravel_index(mean.argmax(), mean.shape))
     parts = ", ".join(f"{_name(pair)} {values.mean():.2f}" for pair, values in zip(PAIRS, found, strict=True))
     return (
-        f"Head {head} of layer {layer} adds most to the next token's logit, {mean.max():.3f}; {(mean < 0).mean():.0%} of the "
-        f"heads lower it. Rank correlations over the heads of a layer: {parts}."
+        f"Head {head} of layer {layer} adds most to the next token's logit, {mean.max():.3f}; {(mean < 0).mean():.0%} "
+        f"of the heads lower it. Rank correlations over the heads of a layer: {parts}."
     )
