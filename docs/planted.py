@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from support.planted_cases import CASES, PlantedCase  # noqa: E402
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows  # noqa: E402
 
-MODULES = ("planted_attention", "planted_updates", "planted_cases")  # of the cases
+MODULES = ("planted_attention", "planted_heads", "planted_updates", "planted_cases")  # of the cases
 
 
 class Row(TypedDict):
@@ -63,7 +63,7 @@ Models of one to eight small layers in which the claim is true, or its opposite,
 what is shown is that the trial finds what is there, with all controls, whatever the seed. A control that compares two
 random draws fails by chance in 2.5 % of trials, which are then undecided. Where nothing is planted (*independent* keys,
 writes that are *the same everywhere*) a ruling of *inconclusive* is right, too. What is planted is described in
-`tests/support/planted_attention.py` and `planted_updates.py`.
+`tests/support/planted_attention.py`, `planted_heads.py` and `planted_updates.py`.
 
 | claim | planted | expected | right | undecided | wrong |
 |---|---|---|---|---|---|

@@ -37,15 +37,18 @@ TRIED = (
         "key-norm",
         "kuramoto",
         "low-coherence",
+        "low-pass",
         "mean-field-limit",
     ),
-    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mlp-projects", "mobility"),
+    *("measure-flow", "metastability", "mixture", "mlp-conservative", "mlp-prevents", "mlp-projects"),
+    *("mlp-reconditions", "mobility"),
     "no-mean-drift",
-    *("norm-confines", "one-cluster"),
+    *("norm-confines", "one-cluster", "operator-class"),
     *("phase-curve", "probe-metric", "qk-metric"),
     *("radial", "rate", "repulsive", "residual-flow", "scalar-diffusion", "settles"),
-    *("sharp-unstable", "sinks-are-anchors", "small-steps"),
-    *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "whitening", "z-metric"),
+    *("sharp-unstable", "sinks-are-anchors", "small-steps", "spectral"),
+    *("stability", "stable-softmax", "steady-order", "tokens-cluster", "transport-map", "value-roles"),
+    *("whitening", "z-metric"),
 )
 
 

@@ -15,6 +15,7 @@ from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling, Verdict
 from support import planted_attention as attention
+from support import planted_heads as heads
 from support import planted_updates as updates
 from support.planted_attention import Planted
 
@@ -60,6 +61,7 @@ def other_constants(claim: str, constants: Mapping[str, Any]) -> Iterator[None]:
 PAIRS = {"tokens": attention.PAIR_TOKENS, "twin_prompts_quick": 4}
 SINKS = {"tokens": attention.SINK_TOKENS, "other_position": 6, "first_query": 2, "twins": 2}
 SHORT = {"tokens": updates.TOKENS, "twins": 2}
+HEADS = {"tokens": heads.TOKENS, "twins": 2}
 CASES = (
     PlantedCase("probe-metric", "values cancel", S, partial(attention.pairs, "values cancel"), PAIRS),
     PlantedCase("probe-metric", "values are keys", R, partial(attention.pairs, "values are keys"), PAIRS),
@@ -86,6 +88,13 @@ CASES = (
     PlantedCase("sharp-unstable", "average", R, partial(updates.neighbors, "average"), SHORT),
     PlantedCase("mlp-projects", "projection", S, partial(updates.subspace, 0.95), SHORT),
     PlantedCase("mlp-projects", "expansion", R, partial(updates.subspace, -0.5), SHORT),
+    PlantedCase("low-pass", "average", S, partial(updates.neighbors, "average"), SHORT),
+    PlantedCase("low-pass", "difference", R, partial(updates.neighbors, "difference"), SHORT),
+    PlantedCase("mlp-reconditions", "expansion", S, partial(updates.subspace, -0.5), SHORT),
+    PlantedCase("mlp-reconditions", "projection", R, partial(updates.subspace, 0.95), SHORT),
+    PlantedCase("operator-class", "transport", S, partial(heads.heads_that, "transport"), HEADS),
+    PlantedCase("operator-class", "mixing", R, partial(heads.heads_that, "mixing"), HEADS),
+    PlantedCase("operator-class", "retrieval", R, partial(heads.heads_that, "retrieval"), HEADS),
 )
 
 

@@ -221,6 +221,7 @@ if TYPE_CHECKING:
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
     from helmscope.observe.value_composition import composition_score as composition_score
     from helmscope.observe.value_composition import value_composition as value_composition
+    from helmscope.observe.weight_spectrum import weight_spectrum as weight_spectrum
     from helmscope.types.dataset import Measurement as Measurement
     from helmscope.types.dataset import Measurements as Measurements
 

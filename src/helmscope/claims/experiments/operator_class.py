@@ -10,16 +10,15 @@ import xarray as xr
 
 from helmscope.claims.attention_trials import writes_nothing
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, PremiseImpossible, Replicates
+from helmscope.claims.evidence import Count, PairedDifferences, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.observe.head_write_models import R_SQUARED, WriteModel, head_write_models, head_write_r_squared
-from helmscope.stats.intervals import mean_interval
 from helmscope.stats.replicates import random_halves
 from helmscope.stats.scales import RemainderScale
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,16 +28,17 @@ if TYPE_CHECKING:
 
 MIXING, RETRIEVAL, TRANSPORT = (each.value for each in WriteModel)
 REMAINDER = RemainderScale()
+ABOVE = Region(text="above 0", above=0.0)
 NO_VARIANCE = "blocks that write nothing: no head writes anything whose variance a model could explain"
 
 
 @experiment("operator-class", seconds={"model": 30})
 def operator_class(case: TrialCase) -> Finding:
-    """The share of the heads of a model whose writes transport predicts better than mixing, on the half of the prompts
-    on which nothing was fitted.
+    """The share of the heads of a model whose writes transport predicts better than mixing, and than retrieval, on the
+    half of the prompts on which nothing was fitted.
 
     Described: the R^2 of the three models over prompts, the share of heads with a difference beyond its interval, and
-    untrained twins. Controls are heads of synthetic kernels: constant ones, and ones that are gated by the first token.
+    untrained twins. Controls are heads of synthetic kernels: constant, of single tokens, and gated.
     """
     prompts = prompts_or_finding(case, "kernel", "replay", head=True, length=case.constant("tokens"))
     if isinstance(prompts, Finding):
@@ -48,20 +48,22 @@ def operator_class(case: TrialCase) -> Finding:
         measured = head_write_models(recording, seed=case.seed, progress=False)
     except HelmscopeError as error:  # a family that hides the outputs of its heads
         return Finding.impossible(str(error))
-    above, heads = _above(measured)
-    if not heads:
+    above = {other: _above(measured, other) for other in (MIXING, RETRIEVAL)}
+    if not above[MIXING][1]:
         return Finding.impossible(NO_VARIANCE)
     by_model = measured[R_SQUARED].mean(("layer", "head")).transpose("prompt", "model_of_write")
     return Finding(
         undecided_because=prompts.alike,
         evidence={
-            "transport above mixing": Count(above, heads, "heads"),
+            "transport above mixing": Count(*above[MIXING], "heads"),
+            "transport above retrieval": Count(*above[RETRIEVAL], "heads"),
             "R^2 of the three models": _mean(by_model, TRANSPORT),
         },
         controls={
             "blocks that write nothing": _silent(case, recording),
-            "planted mixing": _planted(case, gated=False),
-            "planted transport": _planted(case, gated=True),
+            "planted mixing": _planted(case, MIXING, above=MIXING),
+            "planted retrieval": _planted(case, RETRIEVAL, above=RETRIEVAL),
+            "planted transport": _planted(case, TRANSPORT, above=MIXING),
         },
         described=_described(measured, by_model) | _twins(case, prompts),
         data=curve(
@@ -83,10 +85,10 @@ def _per_head(measured: xr.Dataset) -> xr.DataArray:
     return flat[flat.notnull().all("model_of_write")]
 
 
-def _above(measured: xr.Dataset) -> tuple[int, int]:
-    """How many heads transport predicts better than mixing, of how many."""
+def _above(measured: xr.Dataset, other: str = MIXING) -> tuple[int, int]:
+    """How many heads transport predicts better than another model does, of how many."""
     heads = _per_head(measured)
-    better = heads.sel(model_of_write=TRANSPORT) > heads.sel(model_of_write=MIXING)
+    better = heads.sel(model_of_write=TRANSPORT) > heads.sel(model_of_write=other)
     return int(better.sum()), len(heads)
 
 
@@ -101,12 +103,11 @@ def _described(measured: xr.Dataset, by_model: xr.DataArray) -> dict[str, Eviden
     }
     values = measured[R_SQUARED].stack(heads=("layer", "head"))
     difference = values.sel(model_of_write=TRANSPORT) - values.sel(model_of_write=MIXING)
-    intervals = [
-        mean_interval(each) for each in difference.transpose("heads", "prompt").values if np.isfinite(each).all()
-    ]
-    clear = [sum(each.low > 0 for each in intervals), sum(each.high < 0 for each in intervals)]
-    rows["share of heads with transport above mixing beyond its interval"] = Count(clear[0], len(intervals), "heads")
-    rows["share of heads with mixing above transport beyond its interval"] = Count(clear[1], len(intervals), "heads")
+    tried = [each for each in difference.transpose("heads", "prompt").values if np.isfinite(each).all()]
+    for text, sign in (("transport above mixing", 1), ("mixing above transport", -1)):
+        rulings = [PairedDifferences(sign * each, "prompts").weigh(ABOVE).ruling for each in tried]
+        count = rulings.count(Ruling.SUPPORTED)
+        rows[f"share of heads with {text} beyond its interval"] = Count(count, len(tried), "heads")
     heads = _per_head(measured)
     best = heads.argmax("model_of_write").values
     for number, name in enumerate((MIXING, RETRIEVAL, TRANSPORT)):
@@ -131,35 +132,36 @@ def _silent(case: TrialCase, recording: Recording) -> Evidence:
     return Count(*_above(head_write_models(silent, seed=case.seed, progress=False)), "heads")
 
 
-def _planted(case: TrialCase, *, gated: bool) -> Evidence:
-    """The same count for synthetic heads with random values, by the same function."""
+def _planted(case: TrialCase, kind: str, *, above: str) -> Evidence:
+    """The count of synthetic heads of a kind that transport predicts better than the model ``above``."""
     prompts, heads, tokens = (case.constant(name) for name in ("least_prompts", "planted_heads", "tokens"))
-    kernel, values = planted_heads(
-        case, prompts=prompts, heads=heads, tokens=tokens, dim=case.constant("planted_dim"), gated=gated
-    )
+    shape = prompts, heads, tokens, case.constant("planted_dim")
+    kernel, values = planted_heads(case, kind, shape)
     fitted, tested = random_halves(prompts, seed=case.seed)
     found = head_write_r_squared(kernel, values, fitted=fitted.tolist(), tested=tested.tolist()).mean(0)
     order = [each.value for each in WriteModel]
-    better = found[:, order.index(TRANSPORT)] > found[:, order.index(MIXING)]
+    better = found[:, order.index(TRANSPORT)] > found[:, order.index(above)]
     return Count(int(better.sum()), heads, "heads")
 
 
-def planted_heads(
-    case: TrialCase, *, prompts: int, heads: int, tokens: int, dim: int, gated: bool
-) -> tuple[Tensor, Tensor]:
-    """Causal kernels (prompts, heads, tokens, tokens) and random values: the same kernel in all prompts or, ``gated``,
-    weights (1 - l) on it and l on the first token, whose value is constant, with random l for every token and prompt.
+def planted_heads(case: TrialCase, kind: str, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """Causal kernels (prompts, heads, tokens, tokens) and random values, with the prompts, heads, tokens and dimensions
+    of ``shape``: the same kernel in all prompts, or one random key of each query, or weights (1 - l) on a constant
+    kernel and l on the first token, whose value is constant, with random l for every token and prompt.
     """
-    logits = case.normal(heads, tokens, tokens, index=20 + gated)
+    prompts, heads, tokens, dim = shape
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    values = case.normal(prompts, heads, tokens, dim, index=30 + gated)
-    if not gated:
+    values = case.normal(prompts, heads, tokens, dim, index=20)
+    if kind == RETRIEVAL:
+        keys = case.normal(prompts, heads, tokens, tokens, index=21).masked_fill(~causal, -torch.inf).argmax(-1)
+        return torch.eye(tokens, dtype=values.dtype)[keys], values
+    logits = case.normal(heads, tokens, tokens, index=22)
+    if kind == MIXING:
         return logits.masked_fill(~causal, -torch.inf).softmax(-1).expand(prompts, heads, tokens, tokens), values
     causal[1:, 0] = False
-    kernel = logits.masked_fill(~causal, -torch.inf).softmax(-1).expand(prompts, heads, tokens, tokens).clone()
-    gate = case.normal(prompts, heads, tokens, index=40).sigmoid()
+    gate = case.normal(prompts, heads, tokens, index=23).sigmoid()
     gate[..., 0] = 1.0
-    kernel = (1 - gate).unsqueeze(-1) * kernel
+    kernel = (1 - gate).unsqueeze(-1) * logits.masked_fill(~causal, -torch.inf).softmax(-1)
     kernel[..., 0] = gate
     values[:, :, 0] = values[0, :, 0]
     return kernel, values

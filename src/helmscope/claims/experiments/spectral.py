@@ -20,8 +20,8 @@ from helmscope.observe.half_step_retention import NAMES as RETENTIONS
 from helmscope.observe.half_step_retention import HalfStepRetention, half_step_retention
 from helmscope.observe.kernel_spectrum import KernelSpectrum, head_quantiles, kernel_spectrum
 from helmscope.observe.operator_spectrum import operator_spectrum
-from helmscope.observe.scoring import scoring_unsupported
 from helmscope.observe.synthetic_operators import SyntheticOperator, synthetic_operators
+from helmscope.observe.weight_spectrum import weight_spectrum
 from helmscope.stats.quantiles import quantile_interval
 from helmscope.stats.scales import LogScale
 from helmscope.theory.operator_spectra import (
@@ -32,7 +32,7 @@ from helmscope.theory.operator_spectra import (
     retrieval_retention,
     softmax_retention,
 )
-from helmscope.types import HelmscopeError, interval_text
+from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,8 +143,9 @@ def _simulated_remark(case: TrialCase, mixing: xr.Dataset, powers: xr.Dataset) -
     rho = powers.nuclear_retention.mean("seed").values
     return (
         f"Mixing has a rho of {float(mixing.nuclear_retention.mean()):.4f} at the largest T, with a median of log "
-        f"kappa of {interval_text(median)}. After {case.constant('applications')[-1]} applications at the smallest T "
-        f"the rho of mixing is {rho[0, -1]:.4f}, that of retrieval {rho[1, -1]:.3f}."
+        f"kappa of {median.estimate:.2f} [{median.low:.2f}, {median.high:.2f}]. After "
+        f"{case.constant('applications')[-1]} applications at the smallest T the rho of mixing is {rho[0, -1]:.4f}, "
+        f"that of retrieval {rho[1, -1]:.3f}."
     )
 
 
@@ -152,7 +153,7 @@ def _on_model(case: TrialCase) -> Finding:
     """Quantiles over heads of rho and log kappa of A and I + A, with X = I; one value per prompt.
 
     Described too: what half-steps keep of the nuclear norm of the tokens, gradient norms with and without residual
-    connections and norms, and untrained twins.
+    connections and norms, the stable ranks of the linear layers, and untrained twins.
     """
     prompts = prompts_or_finding(case, "kernel", "replay", length=case.constant("tokens"))
     if isinstance(prompts, Finding):
@@ -163,7 +164,7 @@ def _on_model(case: TrialCase) -> Finding:
     quantiles = head_quantiles(measured, shares=case.constant("quantiles"))
     silent = half_step_retention(silenced(recording))
     medians = {operator: _of_kernel(quantiles, operator, 0.5) for operator in quantiles.operator.values}
-    described = _quantiles(case, quantiles) | _twins(case, prompts) | _gradients(case, prompts)
+    described = _quantiles(case, quantiles) | _twins(case, prompts) | _gradients(case, prompts) | _weights(recording)
     for name, label in RETENTIONS.items():
         described[f"{label}, mean over layers"] = Replicates(kept[name].mean("layer").values, "prompts", LOG)
     return Finding(
@@ -228,16 +229,27 @@ def _gradients(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
     """The change of the log gradient norm from the last block back to the first, per block, in each version."""
     count = case.constant("gradient_prompts_quick" if case.quick else "gradient_prompts")
     recording: Recording = case.subject.record(prompts.texts[:count])
-    if scoring_unsupported(recording) is not None:
-        return {}
     rows: dict[str, Evidence] = {}
     for version in GradientVersion:
         try:
             found = gradient_norms(recording, versions=[version], progress=False).log_gradient_norm.squeeze("version")
-        except HelmscopeError:  # a family whose residual connections or norms cannot be changed
+        except HelmscopeError:  # no next-token loss, or residual connections or norms that cannot be changed
             continue
         slope = (found.isel(block=0) - found.isel(block=-1)) / (found.sizes["block"] - 1)
         rows[f"growth of the log gradient norm per block toward the input, {version.value}"] = Replicates(
             slope.values, "prompts"
         )
     return rows
+
+
+def _weights(recording: Recording) -> dict[str, Evidence]:
+    """The stable rank of each kind of linear layer over that of normal matrices, one value per layer."""
+    try:
+        found = weight_spectrum(recording)
+    except HelmscopeError:  # a family whose matrices cannot be read
+        return {}
+    ratio = found.stable_rank / found.stable_rank_null
+    return {
+        f"stable rank of {name} over that of a normal matrix": Replicates(ratio.sel(matrix=name).values, "layers", LOG)
+        for name in found["matrix"].values
+    }
