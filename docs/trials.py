@@ -59,7 +59,8 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         n = np.asarray(evidence.errors).size
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):
-        return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
+        bound = region.ends[0]  # included or not
+        return f"a share of {_decisive_rate(evidence.n, bound):.3g} against the bound {bound:g}"
     if isinstance(evidence, AbsoluteDifference | PairedDifferences):
         return f"{_decisive_distance(evidence.differences, evidence):.2g} from the bound"
     if isinstance(evidence, AbsoluteDifferenceInEveryCase):

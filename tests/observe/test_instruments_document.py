@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-from helmscope.observe import intervention_names, measurement_names
+from helmscope import theory
+from helmscope.observe import SyntheticOperator, intervention_names, measurement_names, synthetic_operators
+from helmscope.stats import quantile_interval
+from helmscope.stats.intervals import mean_interval
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "instruments.md").read_text(encoding="utf8")
@@ -60,6 +64,42 @@ def test_the_blocks_on_dimension_run() -> None:
     names = run_blocks("instruments_dimension.md")
     assert names["tokens"].two_nn.shape == names["positions"].position_two_nn.shape == (25, 12)
     assert 1 < float(names["tokens"].two_nn[0].mean()) < 3  # of embeddings and positions
+
+
+def test_the_blocks_on_spectra_run() -> None:
+    names = run_blocks("instruments_spectra.md")
+    assert names["states"].effective_rank.shape == (25, 6, 2, 2)
+    assert names["quantiles"].log_condition.shape == (5, 6, 2)
+    assert names["heads"].r_squared.shape == (12, 4, 6, 3)
+    logits = names["logits"]
+    parts = (logits.attention_attribution + logits.mlp_attribution).sum("layer") + logits.embedding_attribution
+    assert float(abs(parts + logits.bias_attribution - logits.next_token_logit).max()) < 1e-4
+    page = (DOCS / "instruments_spectra.md").read_text(encoding="utf8")
+    measured = [names[each] for each in ("states", "along", "gradients", "heads", "logits", "composition", "weights")]
+    for each in (*measured, *names["measured"].values()):
+        for variable in each.data_vars:
+            name = str(variable).removesuffix("_null")
+            assert f"`{name}`" in page, name
+            assert each[name].attrs["long_name"] != name
+    assert names["page"].axes
+
+
+def test_table_2_of_the_source_is_what_the_constructions_give() -> None:
+    """The numbers of the table at T = 128, for one application, and its limits, made again."""
+    page = (DOCS / "instruments_spectra.md").read_text(encoding="utf8")
+    options = {"tokens": [128], "applications": [1], "seeds": 64, "progress": False}
+    found = synthetic_operators(operators=[SyntheticOperator.MIXING, SyntheticOperator.RETRIEVAL], **options)
+    for operator, limit in (("mixing", theory.softmax_retention(128)), ("retrieval", theory.retrieval_retention())):
+        interval = mean_interval(found.nuclear_retention.sel(operator=operator).values.ravel())
+        shown = f"{interval.estimate:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+        assert f"| {operator} | 128 | 1 | {shown} | {limit:.4f} |" in page
+    low, median, high = (
+        quantile_interval(found.log_condition.sel(operator="mixing").values, share) for share in (0.25, 0.5, 0.75)
+    )
+    middle = f"{median.estimate:.2f} [{median.low:.2f}, {median.high:.2f}]"
+    limits = [math.log(theory.softmax_condition_quantile(128, share)) for share in (0.25, 0.5, 0.75)]
+    cells = f"{low.estimate:.2f}, {middle}, {high.estimate:.2f} | {', '.join(f'{each:.2f}' for each in limits)} |"
+    assert cells in page
 
 
 def test_the_blocks_on_interventions_run() -> None:

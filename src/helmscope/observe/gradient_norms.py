@@ -70,7 +70,7 @@ def gradient_norms(
     versions: Sequence[GradientVersion] = tuple(GradientVersion),
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """``log_gradient_norm`` along (version, block, prompt): the natural logarithm of g at the input of each block and,
+    """``log_gradient_norm`` along (block, version, prompt): the natural logarithm of g at the input of each block and,
     as the last entry, at the output of the last block.
 
     Tokens on which no scored token depends, such as the last one, have gradient 0 and count. Raises HelmscopeError
@@ -83,7 +83,7 @@ def gradient_norms(
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> found = gradient_norms(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
     >>> dict(found.log_gradient_norm.sizes)
-    {'version': 4, 'block': 3, 'prompt': 2}
+    {'block': 3, 'version': 4, 'prompt': 2}
     """
     report, scoring = check_progress(progress), Scoring(check_recording(recording))
     chosen = list(versions)
@@ -94,7 +94,7 @@ def gradient_norms(
         raise HelmscopeError("versions is empty, but it must hold at least one GradientVersion")
     _check_supported(recording, chosen)
     layers = len(recording.anatomy.layers)
-    found = np.full((len(chosen), layers + 1, len(recording.batch)), np.nan)
+    found = np.full((layers + 1, len(chosen), len(recording.batch)), np.nan)
     counted, done = recording.batch.counted, 0
     for rows in scoring.chunks():
         weights = torch.ones(scoring.weights[rows].shape, device="cpu") if counted is None else counted[rows].cpu()
@@ -102,11 +102,11 @@ def gradient_norms(
             for block, gradient in enumerate(_gradients(recording, scoring, rows, version)):
                 squares = gradient.double().cpu().square().sum(-1)
                 mean = (torch.where(weights > 0, weights * squares, 0.0)).sum(-1) / weights.sum(-1)
-                found[k, block, rows] = (mean.log() / 2).numpy()
+                found[block, k, rows] = (mean.log() / 2).numpy()
             done += rows.stop - rows.start
             report(done / (len(chosen) * len(recording.batch)))
-    coords = {"version": [each.value for each in chosen], "block": range(layers + 1), **scoring.coords}
-    data = {"log_gradient_norm": (("version", "block", "prompt"), found, LOG_NORM)}
+    coords = {"block": range(layers + 1), "version": [each.value for each in chosen], **scoring.coords}
+    data = {"log_gradient_norm": (("block", "version", "prompt"), found, LOG_NORM)}
     return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "norms of the loss gradient"}))
 
 

@@ -90,7 +90,7 @@ def condition_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batc
     inverse = s[..., -1] / torch.where(s[..., 0] > 0, s[..., 0], 1.0)
     singular = inverse <= rounding
     return {
-        "log_condition": -inverse.clamp(min=rounding).log(),
+        "log_condition": inverse.clamp(min=rounding).log().abs(),
         "inverse_condition": torch.where(singular, 0.0, inverse),
         "is_singular": singular.to(s),
     }
