@@ -213,6 +213,7 @@ class _Fits:
         return _errors(kernel, values, _without_bias(self.kernels[layer])._replace(bias=_bias(self.biases[layer])))
 
 
+@full_precision
 def _kernel_sums(kernel: Tensor, values: Tensor) -> dict[str, Tensor]:
     """Sums over prompts: of kernels, of those of the keys after the first, and of writes after the first query."""
     left = 1 - kernel[..., 0]
@@ -236,6 +237,7 @@ def _without_bias(sums: dict[str, Tensor]) -> HeadFit:
     return HeadFit(sums["kernel"] / count, sums["rest"] / defined, torch.zeros_like(mean), mean)
 
 
+@full_precision
 def _bias_sums(kernel: Tensor, values: Tensor, fit: HeadFit) -> tuple[Tensor, Tensor]:
     """sum l (write - (1 - l) M V) and sum l^2 over prompts and queries after the first, whose ratio is b."""
     gate = kernel[..., 1:, :1]
@@ -248,6 +250,7 @@ def _bias(sums: tuple[Tensor, Tensor]) -> Tensor:
     return product / torch.where(square > 0, square, 1.0)
 
 
+@full_precision
 def _errors(kernel: Tensor, values: Tensor, fit: HeadFit) -> Float[Tensor, "prompts heads errors"]:
     """The squared errors of the three models and of the mean write, summed over queries after the first."""
     write = (kernel @ values)[..., 1:, :]

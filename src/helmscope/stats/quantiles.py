@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from helmscope.stats.intervals import tail
 from helmscope.stats.replicates import numbers
@@ -35,8 +35,9 @@ def quantile_interval(values: ArrayLike, share: float, *, confidence: float = 0.
     x = np.sort(numbers("values", values).ravel())
     if not x.size or bool(np.isnan(x).any()):
         raise HelmscopeError(f"values is {'empty' if not x.size else 'NaN in part'}, but quantiles need numbers")
-    law = stats.binom(x.size, share)
-    first, last = int(law.ppf(tail(confidence))), int(law.ppf(1 - tail(confidence))) + 1
+    below = special.bdtr(np.arange(x.size + 1), x.size, share)  # P(at most k of them are below the quantile)
+    first, last = (int((below >= level).argmax()) for level in (tail(confidence), 1 - tail(confidence)))
+    last += 1
     low = -math.inf if first < 1 else float(x[first - 1])
     high = math.inf if last > x.size else float(x[last - 1])
     return Interval(float(np.quantile(x, share, method="inverted_cdf")), low, high, x.size)

@@ -132,4 +132,4 @@ def retrieval_retention(*, applications: int = 1) -> float:
     for _ in range(k):
         z = np.exp(z - 1)
     law = np.fft.fft(z).real / TERMS
-    return float(np.sqrt(np.arange(TERMS)) @ law)
+    return float((np.sqrt(np.arange(TERMS)) * law).sum())
