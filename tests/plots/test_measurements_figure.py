@@ -30,6 +30,20 @@ def test_all_measurements_of_a_model_on_one_page():
     assert mlp.get_ydata() == pytest.approx(expected[2::2])
 
 
+@pytest.mark.filterwarnings("error")
+def test_blocks_that_write_nothing_are_drawn_without_a_warning():
+    """No step has a remainder, so that there is nothing to put a line of slope 2 below."""
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for projection in (block.attn.c_proj, block.mlp.c_proj):
+                projection.weight.zero_()
+                projection.bias.zero_()
+    measured = hs.measure(hs.record(model, torch.randint(20, (4, 6))), only=["generator_test"], quick=True)
+    assert np.isnan(measured["generator_test"].remainder.values).all()
+    assert hs.plot(measured).axes
+
+
 def test_a_simulation_has_no_halves_and_single_variables_are_curves():
     run = hs.integrate(hs.SA(1.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0.5, 1.0])
     measured = hs.measure(run)

@@ -142,6 +142,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import gaussian_coherence as gaussian_coherence
     from helmscope.observe.mlp_weights import mlp_weights as mlp_weights
     from helmscope.observe.mlp_weights import neuron_alignment as neuron_alignment
+    from helmscope.observe.mlp_weights import neuron_coherence as neuron_coherence
     from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound

@@ -88,15 +88,13 @@ class MlpForce(Instrument):
     per token for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts,
     hence of every interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
 
-    With ``per_token``, also ``token_potential_C`` and ``token_antisymmetric_share`` along the axis ``token``, NaN at
-    tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME
-    by expert as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no
-    token of a system selects. The experts of gpt-oss have clamped neurons, whose potential is not defined: U, grad U
-    and R are left out.
-
-    f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
-    state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP, and for points
-    that are not finite, with their text, layer and token.
+    With ``per_token``, also ``token_potential_C``, ``token_energy_C`` and ``token_antisymmetric_share`` along the axis
+    ``token``, NaN at tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and
+    each quantity NAME by expert as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for
+    an expert that no token of a system selects. The experts of gpt-oss have clamped neurons, whose potential is not
+    defined: U, grad U and R are left out. f is the MLP as a force on unit vectors, ``system.force``, evaluated at the
+    input of the MLP: under ``Layer()`` the state between the halves of a sequential block. Raises HelmscopeError for a
+    system without an MLP, and for points that are not finite, with their text, layer and token.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -204,7 +202,7 @@ class MlpForce(Instrument):
         self._prepared = {}
         measured = super().result()
         for name in list(measured.data_vars):
-            if "potential_" in str(name) and not str(name).startswith("token_"):
+            if "potential_" in str(name):
                 measured[str(name).replace("potential_", "energy_")] = -measured[name]
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = LABELS.get(str(name).removeprefix("token_"), str(name))

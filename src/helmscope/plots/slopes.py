@@ -37,7 +37,8 @@ def draw_slopes(panel: Axes, data: xr.Dataset) -> None:
         for k, kind in enumerate(kinds):
             label = plain(kind) if style == "-" else "_second"
             panel.plot(scales, medians[:, k], style, color=COLORS[k % len(COLORS)], linewidth=1.2, label=label)
-        start = np.nanmedian(medians[-1]) / 3  # below the curves, which would cover it
+        last = medians[-1][np.isfinite(medians[-1])]
+        start = np.median(last) / 3 if len(last) else np.nan  # below the curves, which would cover it
         panel.plot(scales, start * (scales / scales[-1]) ** ORDERS[style == "--"], ":", color=GRAY, label="_slope")
     panel.set(xscale="log", yscale="log")
     panel.set_xticks(scales[::2], [f"1/{round(1 / s)}" if s < 1 else "1" for s in scales[::2]])
