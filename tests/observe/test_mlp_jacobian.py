@@ -194,6 +194,32 @@ def test_the_projection_finds_a_gradient_and_a_rotated_one():
     )
 
 
+def test_the_bound_of_a_linear_force_at_tokens_of_covariance_diag_1_4():
+    """theory.md 000-3: M = [[0, 1], [0, 0]] and C = diag(1, 4) have the share 0.2, which does not depend on the size of
+    C: tokens (+-1, +-2) / sqrt 5 on the circle.
+    """
+    corners = torch.tensor([[1.0, 2.0], [1.0, -2.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=F64) / math.sqrt(5)
+    shear = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=F64)
+    mlp = MLP(w_in=torch.eye(2, dtype=F64), w_out=shear, activation=Identity())
+    found = mlp_swirl_bound(hs.integrate(mlp, corners.expand(4, 4, 2), times=[0.0]))
+    for name in ("swirl_share_bound", "swirl_share_bound_quadratic"):
+        assert found[name].values == pytest.approx(0.2, abs=1e-7)
+
+
+@pytest.mark.parametrize(("activation", "share"), [(ReLU(), 3 / 8), (Tanh(), 0.518716457384691)], ids=repr)
+def test_the_bound_of_a_neuron_that_writes_across_what_it_reads(activation, share):
+    """theory.md 000-3: 3/8 and .5187 under N(0, I), here at uniform tokens of S^15, whose law is close to it; a quadratic
+    potential alone leaves more.
+    """
+    d = 16
+    x = hs.sphere.retract(torch.randn(4, 2048, d, dtype=F64, generator=torch.Generator().manual_seed(3)))
+    axes = torch.eye(d, dtype=F64)
+    mlp = MLP(w_in=math.sqrt(d) * axes[:1], w_out=axes[1:2].T, activation=activation)
+    found = mlp_swirl_bound(hs.integrate(mlp, x, times=[0.0]), tokens=8192)
+    assert found.swirl_share_bound.values.mean() == pytest.approx(share, abs=0.02)
+    assert float(found.swirl_share_bound_quadratic.mean()) > float(found.swirl_share_bound.mean()) + 0.005
+
+
 def test_an_mlp_without_a_live_neuron_is_constant_and_a_gradient():
     """f = w s(c) + b_out = grad <f, x>: no swirl, with and without potentials of neurons."""
     constant = MLP(w_in=0 * PLAIN.w_in, w_out=PLAIN.w_out, b_in=PLAIN.b_in, b_out=normal(D), activation=Tanh())
