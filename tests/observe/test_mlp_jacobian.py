@@ -208,8 +208,8 @@ def test_the_bound_of_a_linear_force_at_tokens_of_covariance_diag_1_4():
 
 @pytest.mark.parametrize(("activation", "share"), [(ReLU(), 3 / 8), (Tanh(), 0.518716457384691)], ids=repr)
 def test_the_bound_of_a_neuron_that_writes_across_what_it_reads(activation, share):
-    """theory.md 000-3: 3/8 and .5187 under N(0, I), here at uniform tokens of S^15, whose law is close to it; a quadratic
-    potential alone leaves more.
+    """theory.md 000-3: 3/8 and .5187 under N(0, I), here at uniform tokens of S^15, whose law is close to it; quadratic
+    potentials alone leave more.
     """
     d = 16
     x = hs.sphere.retract(torch.randn(4, 2048, d, dtype=F64, generator=torch.Generator().manual_seed(3)))
