@@ -47,6 +47,7 @@ from helmscope.types import (
     check_integer,
     check_progress,
     check_replicates,
+    sub_progress,
     type_with_article,
 )
 
@@ -73,6 +74,7 @@ NAMES = {
     "contexts": "number of contexts",
 }
 DIRECTIONS, NULL_SAMPLES = 16, 200
+RUN_SHARE = 0.7  # of the time, which runs layer 0
 FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
 
 
@@ -165,14 +167,21 @@ def context_unsupported(system: System, *, min_contexts: int = 16) -> str | None
     return None
 
 
+@shows_progress("context noise")
 def context_noise(
-    source: Recording | list[ContextGroup], contexts: Any = None, *, seed: int = 0, **options: Any
+    source: Recording | list[ContextGroup],
+    contexts: Any = None,
+    *,
+    seed: int = 0,
+    progress: ProgressOption = None,
+    **options: Any,
 ) -> xr.Dataset:
     """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
     heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
 
     ``source`` is a recording of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
     ``context_groups``, or its groups. Of the model only layer 0 is run, once for all contexts.
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
@@ -181,9 +190,15 @@ def context_noise(
     >>> measured.slope.dims
     ('group',)
     """
+    report, begin = check_progress(progress), 0.0
     if isinstance(source, Recording):
-        source = context_groups(source, own_contexts(source) if contexts is None else contexts, seed=seed, **options)
-    rows = [_measured(group, seed, number) for number, group in enumerate(source)]
+        contexts = own_contexts(source) if contexts is None else contexts
+        source = context_groups(source, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
+        begin = RUN_SHARE
+    rows = []
+    for number, group in enumerate(source):
+        rows.append(_measured(group, seed, number))
+        report(begin + (1 - begin) * len(rows) / len(source))
     data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
     coords = {
         "group": np.arange(len(rows)),

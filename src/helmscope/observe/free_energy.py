@@ -135,7 +135,9 @@ def free_energy_along_depth(
     for k, step in enumerate(steps):
         columns.append(step_changes(sampled, step, predict=predict))
         report(0.3 + 0.7 * (k + 1) / (len(steps) + 1))
-    return _as_measurement(sampled, columns, steps)
+    measurement = _as_measurement(sampled, columns, steps)
+    report(1.0)
+    return measurement
 
 
 def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], steps: list[Step]) -> xr.Dataset:

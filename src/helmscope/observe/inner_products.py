@@ -5,6 +5,7 @@ probability (figure 3). The pair i, j has weight m_i m_j, the product of the wei
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,15 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.observe.observable import observable
 from helmscope.observe.track import SHARE, counted_tokens, token_weights, trajectory_of, with_bounds, with_replicates
-from helmscope.types import System, Trajectory, check_integer, check_memory, check_real
+from helmscope.runs.bar import shows_progress
+from helmscope.types import System, Trajectory, check_integer, check_memory, check_progress, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 
 @observable
@@ -60,30 +65,37 @@ def close_pair_share(
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)
 
 
-def close_pair_shares(system: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
+@shows_progress("shares of close pairs")
+def close_pair_shares(
+    system: Trajectory | System, *, delta: float = 1e-3, progress: ProgressOption = None
+) -> xr.Dataset:
     """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
     The variable ``close_pair_share`` (time, system) is the share of the pairs of each system; its mean over systems
     estimates the probability. The standard error is over systems, since pairs of the same system are not independent;
-    ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0.
+    ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0. ``progress`` is called with the share of
+    the states done.
 
     >>> measured = close_pair_shares(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)))
     >>> measured.close_pair_share.dims, measured.close_pair_share.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
     path = trajectory_of(system)
-    share = close_pair_share(path.states, delta=delta, weights=path.weights)
+    share = _by_state(lambda x, m: close_pair_share(x, delta=delta, weights=m), path, check_progress(progress))
     measurement = with_replicates({"close_pair_share": share}, path)
     measurement.close_pair_share.attrs["long_name"] = "share of pairs that have met"
     return with_bounds(measurement, {"close_pair_share": SHARE}).assign_attrs(delta=delta)
 
 
+@shows_progress("histogram of inner products")
 @full_precision
-def inner_product_histogram(system: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
+def inner_product_histogram(
+    system: Trajectory | System, *, bins: int = 100, progress: ProgressOption = None
+) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] for each system at each time: the share of its pairs in each bin.
 
     ``inner_product_histogram`` is along (time, system, inner_product), the latter with the bin centers. Bins are closed
-    on the left, the last one on both sides.
+    on the left, the last one on both sides. ``progress`` is called with the share of the states done.
 
     >>> histogram = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)), bins=3)
     >>> histogram.inner_product_histogram.dims, histogram.inner_product_histogram[0].values.tolist()
@@ -93,19 +105,35 @@ def inner_product_histogram(system: Trajectory | System, *, bins: int = 100) -> 
     check_memory(f"bins is {bins}", bins)
     path = trajectory_of(system)
     x = path.states
-    m = token_weights(x, path.weights)
-    pairs = m.unsqueeze(-1) * m.unsqueeze(-2) * ~torch.eye(m.shape[-1], dtype=torch.bool, device=m.device)
     edges = np.linspace(-1, 1, bins + 1)
     inner = torch.as_tensor(edges[1:-1], device=x.device)
-    index = torch.bucketize((x @ x.mT).to(torch.float64), inner, right=True)
-    counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
-    counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
-    share = counts / counts.sum(-1, keepdim=True)
+
+    def histogram(x: Tensor, weights: Tensor | None) -> Tensor:
+        m = token_weights(x, weights)
+        pairs = m.unsqueeze(-1) * m.unsqueeze(-2) * ~torch.eye(m.shape[-1], dtype=torch.bool, device=m.device)
+        index = torch.bucketize((x @ x.mT).to(torch.float64), inner, right=True)
+        counts = torch.zeros(*x.shape[:-2], bins, dtype=x.dtype, device=x.device)
+        counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
+        return counts / counts.sum(-1, keepdim=True)
+
+    share = _by_state(histogram, path, check_progress(progress))
     measurement = with_replicates(
         {"inner_product_histogram": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2}
     )
     measurement.inner_product_histogram.attrs["long_name"] = "share of pairs"
     return with_bounds(measurement, {"inner_product_histogram": SHARE})
+
+
+def _by_state(
+    function: Callable[[Tensor, Tensor | None], Tensor], path: Trajectory, report: Progress
+) -> Float[Tensor, "time batch *rest"]:
+    """The values of a function of tokens and weights at each state of a trajectory, one state at a time."""
+    values = []
+    for k, x in enumerate(path.states):
+        weights = None if path.weights is None else path.weights[k if len(path.weights) > 1 else 0]
+        values.append(function(x, weights))
+        report(len(values) / len(path.states))
+    return torch.stack(values)
 
 
 def _total_pair_weight(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, check_integer
+from helmscope.types import HelmscopeError, check_integer, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 SPARE = 6  # candidates beyond the k wanted ones
 GROUP = 64  # columns that are compared by their minimum first
@@ -44,9 +46,9 @@ class NearestNeighbors:
 
     @classmethod
     @full_precision
-    def of(cls, points: Float[Tensor, "n d"], k: int) -> NearestNeighbors:
+    def of(cls, points: Float[Tensor, "n d"], k: int, progress: ProgressOption = None) -> NearestNeighbors:
         """The k nearest neighbors of each point among the others. Raises HelmscopeError unless there are more than k
-        points, all finite.
+        points, all finite. ``progress`` is called with the share of the points searched.
 
         >>> NearestNeighbors.of(torch.eye(3), 1).distances.flatten().round(decimals=4)
         tensor([1.4142, 1.4142, 1.4142], dtype=torch.float64)
@@ -59,9 +61,10 @@ class NearestNeighbors:
             )
         if not bool(points.isfinite().all()):
             raise HelmscopeError("points hold a number that is not finite, but all must be finite")
-        unsure = torch.arange(len(points), device=points.device)
+        report, unsure = check_progress(progress), torch.arange(len(points), device=points.device)
         distances = torch.empty(len(points), k, dtype=torch.float64, device=points.device)
         indices = torch.empty(len(points), k, dtype=torch.long, device=points.device)
+        searched = 0
         for dtype in _dtypes():
             search, left = _Search.of(points, dtype), []
             for rows in torch.split(unsure, search.rows_at_once):
@@ -70,6 +73,8 @@ class NearestNeighbors:
                 order = found.argsort(stable=True)[:, :k]
                 distances[rows], indices[rows] = found.gather(-1, order), candidates.gather(-1, order)
                 left.append(rows[distances[rows, -1].square() > bound])
+                searched += len(rows)
+                report(min(1.0, searched / len(points)))
             unsure = torch.cat(left)
             if not len(unsure):
                 break

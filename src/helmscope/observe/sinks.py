@@ -28,7 +28,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 SINK_THRESHOLD = 0.3
 NAMES = {
@@ -106,20 +107,21 @@ class AttentionSinks(Instrument):
         return measured.assign_attrs(first_query=self.first_query, threshold=SINK_THRESHOLD)
 
 
-def attention_sinks(system: System, *, first_query: int = 1) -> xr.Dataset:
+def attention_sinks(system: System, *, first_query: int = 1, progress: ProgressOption = None) -> xr.Dataset:
     """The attention to the first visible token, with replicates: ``AttentionSinks`` by one replay.
 
-    Raises HelmscopeError for a system without attention, or whose attention is hidden.
+    Raises HelmscopeError for a system without attention, or whose attention is hidden. ``progress`` is called with the
+    share of the work done.
 
     >>> from helmscope import record
     >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).first_token_mass.dims
     ('layer', 'prompt', 'head')
     """
     instrument = AttentionSinks(first_query=first_query)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
-def sink_constancy(system: System) -> xr.Dataset:
+def sink_constancy(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """Whether the value of the first visible token is the same in all prompts, for every layer and head.
 
     ``raw_cosine`` is the mean cosine of V_sink over pairs of prompts. A bias of the values, or a mean that all tokens
@@ -133,7 +135,8 @@ def sink_constancy(system: System) -> xr.Dataset:
 
     Prompts that begin with the same token have the same V_sink under a causal mask, see the head of this module; the
     attribute ``distinct_first_tokens`` of a recording of token ids says how many differ. Query heads that share their
-    values have equal results. Raises HelmscopeError for fewer than two prompts.
+    values have equal results. Raises HelmscopeError for fewer than two prompts. ``progress`` is called with the share
+    of the work done.
 
     >>> from helmscope import record
     >>> same = sink_constancy(record("A", ["Once upon a time", "Once there was a cat"]))
@@ -141,7 +144,7 @@ def sink_constancy(system: System) -> xr.Dataset:
     (('layer', 'head'), 1, True)
     """
     instrument = TokenValues()
-    measured = check_system(system).replay(instrument)[instrument.name]
+    measured = replayed(system, instrument, progress)
     replicate = str(measured.visible.dims[1])
     prompts = measured.sizes[replicate]
     if prompts < 2:
