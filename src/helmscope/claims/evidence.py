@@ -16,7 +16,7 @@ from helmscope.stats.replicates import numbers
 from helmscope.stats.ruling import Layers, rule, rule_every, rule_some, sample_size
 from helmscope.stats.scales import PLAIN, Scale
 from helmscope.stats.sign_flip import sign_flip
-from helmscope.types import HelmscopeError, Interval, Region, Ruling, interval_text, pluralized
+from helmscope.types import HelmscopeError, Interval, Region, Ruling, check_integer, interval_text, pluralized
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -92,7 +92,7 @@ class Count:
     """The number of successes among n replicates, with the Clopper-Pearson interval of the success rate.
 
     Set ``refutes`` to False if a failure may have another cause, such as a run that was too short: the ruling is then
-    supported or inconclusive, never refuted.
+    supported or inconclusive, never refuted. Raises HelmscopeError unless 0 <= successes <= n and n >= 1.
 
     >>> Count(0, 32, of="starts", refutes=False).weigh(Region(text="at least .9", low=0.9)).ruling.value
     'inconclusive'
@@ -102,6 +102,11 @@ class Count:
     n: int
     of: str = "seeds"
     refutes: bool = True
+
+    def __post_init__(self) -> None:
+        n = check_integer("n", self.n, at_least=1)
+        if check_integer("successes", self.successes, at_least=0) > n:
+            raise HelmscopeError(f"successes is {self.successes}, but it must be at most n, which is {n}")
 
     def weigh(self, region: Region) -> Assessment:
         """Rule as for ``Replicates``; with ``refutes=False``, inconclusive instead of refuted."""

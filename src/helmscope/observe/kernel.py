@@ -58,7 +58,7 @@ __all__ = [
     "visible_tokens",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "row_entropy")
 
 
 def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:

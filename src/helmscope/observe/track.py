@@ -62,6 +62,11 @@ def track(
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
     path, report, values = trajectory_of(system), check_progress(progress), {}
+    if not quantities:
+        raise HelmscopeError(
+            "quantities is empty, but track needs at least one function of tokens by its name, such as "
+            "order=hs.order_parameter"
+        )
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
