@@ -21,6 +21,7 @@ from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
 from helmscope.types import HelmscopeError, check_integer, check_name, check_real, check_seed, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ BOX_MODELS = (Subject("A"), Subject("B"), Subject("tied"))  # the bundled models
 
 
 @dataclass(frozen=True)
-class TrialCase:
+class TrialCase(ConciseRepr):
     """The conditions of one run of an experiment: its seed, its subject, and whether it is quick (fewer replicates).
 
     ``subject`` is the simulation or a model, ``other`` an optional second model; ``entry`` is the catalogue entry of

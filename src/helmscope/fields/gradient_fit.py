@@ -27,6 +27,7 @@ from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -308,7 +309,7 @@ def _gram(families: list[Family], weights: Float[Tensor, " tokens"]) -> Float[Te
 
 
 @dataclass(frozen=True, eq=False)
-class FittedGradient:
+class FittedGradient(ConciseRepr):
     """grad U = S (x - m) + b + the fields of the basis by their coefficients; made by ``fit_gradient``.
 
     >>> still = MLP(w_in=torch.eye(2), w_out=torch.eye(2))

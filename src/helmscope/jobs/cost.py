@@ -24,6 +24,7 @@ import msgspec
 from helmscope.jobs import checks
 from helmscope.jobs.sample import extrapolate, limited, make_sample
 from helmscope.types import pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial
@@ -47,7 +48,7 @@ REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(ConciseRepr):
     """The estimated cost of a job: ``work`` describes the work, ``seconds`` is the time on one core, and ``bytes`` the
     memory of one process with its libraries. Each number is None if it is unknown, as the time on a GPU. ``warning``
     says if the job will probably not be completed.

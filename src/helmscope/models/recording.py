@@ -11,12 +11,11 @@ import torch
 
 from helmscope.models.keep import KeepState, KeptTensors
 from helmscope.models.names import layer_number
-from helmscope.models.put_state import PutState
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import replay, unsupported_reason
-from helmscope.models.run_again import attention_weights, encoder_under, resumed_runner, run_again
+from helmscope.models.run_again import attention_weights, encoder_under, logits_at, resumed_runner, run_again
 from helmscope.models.sites import AbstractEdit
-from helmscope.models.sphere import mlp_points, on_sphere
+from helmscope.models.sphere import mlp_points, recorded_trajectory, stream_on_sphere
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HasTrajectory,
@@ -111,13 +110,7 @@ class Recording(HasTrajectory, Plottable):
         the weight of each token in statistics (0 for padding and special tokens). The states of padding are zero
         vectors, which functions of tokens refuse where they are called without weights.
         """
-        self.certificate.require("trajectory")
-        stream, counted = self.residual, self.batch.counted
-        times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
-        weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
-        path = Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens)
-        unit = "half-layers" if self.anatomy.depths.steps == 2 else "thirds of a layer"
-        return replace(path, axis=self.axis, replicate=self.replicate, unit=unit, identities=self.batch.identities)
+        return recorded_trajectory(self)
 
     @property
     def axis(self) -> str:
@@ -151,12 +144,7 @@ class Recording(HasTrajectory, Plottable):
         """The stored states of ``on_sphere``, those of padding included; in a model that is not post-norm, those of the
         residual stream.
         """
-        if not self.anatomy.post_norm:
-            return self.residual
-        self.certificate.require("on_sphere")
-        plain = on_sphere(self)
-        plain.hide(self.visible)
-        return plain
+        return stream_on_sphere(self)
 
     @property
     def layers(self) -> range:
@@ -379,13 +367,7 @@ class Recording(HasTrajectory, Plottable):
         >>> bool((recording.logits(depth=last) - recording.logits()).abs().max() < 1e-4)
         True
         """
-        self.certificate.require("lens")
-        if depth is None:
-            return self.runner.outputs(rows=rows, gradients=gradients)
-        self.certificate.require("lens over depth")
-        state = self.residual_stream(depth=depth, gradients=gradients)
-        put = PutState(self.anatomy.depths.last, state, self.anatomy)
-        return self.runner.under(put).outputs(rows=rows, gradients=gradients)
+        return logits_at(self, depth, rows, gradients=gradients)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
         """The manifest to store with anything measured on this recording: files and their hashes, revision, texts, the

@@ -98,3 +98,14 @@ def attention_weights(recording: Recording, layer: int, *, cross: bool = False) 
         return weights
     queries = recording.visible.to(weights.device)[:, None, :, None]
     return torch.where(queries, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
+
+
+def logits_at(recording: Recording, depth: int | None, rows: slice, *, gradients: bool) -> Tensor:
+    """The logits of the model, or of its head at a depth; see ``Recording.logits``."""
+    recording.certificate.require("lens")
+    if depth is None:
+        return recording.runner.outputs(rows=rows, gradients=gradients)
+    recording.certificate.require("lens over depth")
+    state = recording.residual_stream(depth=depth, gradients=gradients)
+    put = PutState(recording.anatomy.depths.last, state, recording.anatomy)
+    return recording.runner.under(put).outputs(rows=rows, gradients=gradients)

@@ -13,6 +13,7 @@ from helmscope.observe.observable import in_parts, observable
 from helmscope.observe.track import counted_tokens
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_real
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,7 +46,7 @@ def cluster_count(
 
 
 @dataclass(frozen=True, eq=False)
-class MergeTree:
+class MergeTree(ConciseRepr):
     """Single-linkage merges of each cloud in order of increasing distance.
 
     Merge k joins the clusters of the tokens ``left[k]`` and ``right[k]`` at geodesic distance ``height[k]``. Heights

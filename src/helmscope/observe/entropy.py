@@ -47,6 +47,7 @@ from helmscope.observe.pooled import RANK_TOLERANCE, CloudMoments, PooledMoments
 from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_integer, check_progress, pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +175,7 @@ def _matrix_entropy(moments: CloudMoments, *, centered: bool) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class PooledClouds:
+class PooledClouds(ConciseRepr):
     """The cloud of all tokens of all prompts at every depth, in coordinates of the linear space that they all span.
 
     ``basis`` (d, D) is orthonormal; D is below d where norms remove the mean, or tokens are few. ``undefined`` are the

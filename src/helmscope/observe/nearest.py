@@ -19,6 +19,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError, check_integer, check_progress
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -32,7 +33,7 @@ NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 31}  # of a block of products in memory
 
 
 @dataclass(frozen=True, eq=False)
-class NearestNeighbors:
+class NearestNeighbors(ConciseRepr):
     """Distances (n, k), in float64 and ascending, of each point to its k nearest other points, and their indices.
 
     >>> NearestNeighbors.of(torch.tensor([[0.0], [1.0], [3.0]]), 2).distances

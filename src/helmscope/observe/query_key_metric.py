@@ -51,6 +51,7 @@ from helmscope.types import (
     check_seed,
     identity_coordinates,
 )
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -71,7 +72,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMatrices:
+class HeadMatrices(ConciseRepr):
     """The factors of M and O for the heads of a layer, with gain and projector of the norm folded in, in float64:
     M_h = queries_h^T keys_h and O_h = outputs_h values_h, on a space of dimension ``dim``.
 

@@ -30,6 +30,7 @@ from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -199,7 +200,7 @@ def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
 
 
 @dataclass(frozen=True, eq=False)
-class SinkDecomposition:
+class SinkDecomposition(ConciseRepr):
     """What queries retrieve, split at the sink: Y = weight * sink + (1 - weight) * context.
 
     >>> split = sink_decomposition(torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[4.0], [8.0]]))
