@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from helmscope.cli.options import (
     MaxMemory,
     Nu,
     OnRay,
+    Plot,
     Resume,
     Threads,
     Tokens,
@@ -66,6 +67,7 @@ def simulate(
     workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
+    plot: Plot = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,
@@ -73,10 +75,19 @@ def simulate(
 ) -> None:
     """Integrate self-attention on the sphere and write states, measurements and a picture to a run folder."""
     options = locals()
-    from helmscope.cli.options import make_engine, make_spec, parse_numbers
+    from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import SimulationSpec
 
+    def draw(result: Any) -> Any:
+        from helmscope.jobs.simulate import picture_title
+        from helmscope.plots.overview import overview_figure
+
+        if result.overview is None:
+            return None
+        return overview_figure(result.overview, title=picture_title(result.spec))
+
+    picture: dict[str, Any] = {"plot": check_plot(plot), "draw": draw}
     spec = make_spec(SimulationSpec, options | {"times": parse_numbers(times)})
     engine = make_engine(workers, max_memory, threads, ray)
-    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

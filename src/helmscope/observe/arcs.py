@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
+ARC_LENGTH = "mean angle moved, cumulated (radians)"
+MATCHED = {
+    "flow_time": "time of the flow with the same arc length",
+    "reached": "whether the flow reaches the arc length",
+    "arc_length": ARC_LENGTH,
+}
 SAME_START = 1e-3  # radians by which the first states of model and flow may differ
 
 
@@ -49,7 +55,7 @@ def arc_length(
     path = path if include_first_token else without_first_token(path)
     lengths = _arc_lengths(path, check_progress(progress))
     measurement = with_replicates({"arc_length": lengths}, path)
-    measurement.arc_length.attrs["long_name"] = "mean angle moved, cumulated (radians)"
+    measurement.arc_length.attrs["long_name"] = ARC_LENGTH
     return with_cumulative(with_bounds(measurement, {"arc_length": AT_LEAST_0}), path.axis, {"arc_length"})
 
 
@@ -91,7 +97,8 @@ def matched_flow_times(
     values = {"flow_time": found, "reached": np.isfinite(found).astype(float), "arc_length": lengths}
     tensors = {name: torch.as_tensor(value, device="cpu") for name, value in values.items()}
     measurement = with_replicates(tensors, model_path)
-    measurement.flow_time.attrs["long_name"] = "time of the flow with the same arc length"
+    for name, text in MATCHED.items():
+        measurement[name].attrs["long_name"] = text
     return with_bounds(measurement, {"reached": SHARE, "arc_length": AT_LEAST_0})
 
 

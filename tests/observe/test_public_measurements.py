@@ -1,4 +1,4 @@
-"""Whatever measures a system or a cloud takes ``progress=``, and reports to it where it may take long."""
+"""Whatever measures a system or a cloud takes ``progress=``, reports to it, and says what its variables are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FunctionType
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import helmscope as hs
 from helmscope.observe.measure import standalone_measurements, streaming_instruments
@@ -136,6 +137,16 @@ def test_a_bar_is_drawn_unless_progress_is_false(name: str, monkeypatch: pytest.
         monkeypatch.setattr(sys, "stderr", Terminal())
         call(name, progress)
         assert sys.stderr.getvalue().count("\n") == lines
+
+
+@pytest.mark.parametrize("name", OF_SYSTEMS)
+def test_every_variable_has_a_long_name(name: str) -> None:
+    """A picture shows it as its title. NAME_null is drawn with NAME."""
+    measured = call(name, False)
+    if isinstance(measured, xr.Dataset) and name != "track":  # whose variables are named by the user
+        variables = [name for name in map(str, measured.data_vars) if not name.endswith("_null")]
+        assert variables
+        assert [each for each in variables if measured[each].attrs.get("long_name", each) == each] == []
 
 
 def test_what_is_reported_in_parts_is_what_is_computed_at_once() -> None:
