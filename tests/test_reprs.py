@@ -17,7 +17,7 @@ from helmscope.types.display import LONGEST_LINE
 from support.model_families import inputs_of, tiny_model
 
 SOURCE = Path(hs.__file__).parent
-PLAIN = {"bool", "int", "float", "str", "None", "Path"}
+PLAIN = {"bool", "int", "float", "str", "None", "Path", "Head"}
 RECORDING = hs.record(tiny_model("gpt2"), inputs_of("gpt2"))
 RUN = hs.integrate(hs.SA(beta=2.0), hs.Uniform(n=40, dim=6).sample(3, seed=0), times=[0.0, 1.0])
 CLOUD = RUN.states[0]

@@ -264,3 +264,8 @@ def test_what_is_no_function_is_refused():
     says = r"order is 'str', but it must be a function of tokens f\(x, weights=...\)"
     with pytest.raises(hs.HelmscopeError, match=says):
         hs.track(PLAIN, order="str")
+
+
+def test_nothing_to_track_is_refused():
+    with pytest.raises(hs.HelmscopeError, match="quantities is empty, but track needs at least one function"):
+        hs.track(PLAIN)

@@ -54,7 +54,6 @@ from helmscope.types import (
     check_seed,
     type_with_article,
 )
-from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +208,7 @@ class _Ablations:
 
 
 @dataclass(frozen=True)
-class MatchedPairs(ConciseRepr):
+class MatchedPairs:
     """A pair of heads (``shared``, ``same_layer``) of one layer and a pair (``shared``, ``other_layer``) across layers.
 
     >>> MatchedPairs((0, 1), (0, 2), (3, 1)).pairs
