@@ -326,9 +326,8 @@ def registered(claim: str, claims_folder: str | Path | None = None) -> Registere
     if chosen is None and claims_folder is None:
         raise HelmscopeError(f"claim '{claim}' has no experiment yet: `helmscope claims list` shows which can be tried")
     if chosen is None:
-        raise HelmscopeError(
-            f"{claim}.toml in {claims_folder} has no experiment: no function is decorated with @experiment('{claim}')"
-        )
+        why = f"no function is decorated with @experiment('{claim}')"
+        raise HelmscopeError(f"{claim}.toml in {claims_folder} has no experiment: {why}")
     return chosen
 
 

@@ -24,6 +24,17 @@ from helmscope.cli.options import (
     Workers,
 )
 
+Stepper = Annotated[
+    str | None,
+    typer.Option(
+        help="adaptive [default], euler, heun, rk4, layer, unprojected-euler, geodesic-...; with noise "
+        "euler-maruyama [default], stochastic-heun, noisy-layer."
+    ),
+]
+Step = Annotated[
+    float | None, typer.Option(help="Step size of the non-adaptive steppers [default: 0.05, with noise 0.02].")
+]
+
 
 def simulate(
     field: Field = "sa",
@@ -39,17 +50,8 @@ def simulate(
     kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
     batch: Annotated[int, typer.Option(help="Number of independent systems.")] = 16,
     times: Annotated[str, typer.Option(help="Times of the stored states: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
-    stepper: Annotated[
-        str | None,
-        typer.Option(
-            help="adaptive [default], euler, heun, rk4, layer, unprojected-euler, geodesic-...; with noise "
-            "euler-maruyama [default], stochastic-heun, noisy-layer."
-        ),
-    ] = None,
-    step: Annotated[
-        float | None,
-        typer.Option(help="Step size of the non-adaptive steppers [default: 0.05, with noise 0.02]."),
-    ] = None,
+    stepper: Stepper = None,
+    step: Step = None,
     tol: Annotated[float | None, typer.Option(help="Local error tolerance of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens that are closer than this, in radians.")] = None,
     summation: Annotated[

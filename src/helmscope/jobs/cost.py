@@ -224,7 +224,7 @@ def subject_size(subject: Subject) -> SubjectSize:
 
 def _row_seconds(spec: PhaseSpec, dim: int, size: int, beta: float, budget: float) -> float:
     """Estimated seconds for one beta in one dimension, with all samples."""
-    from helmscope.observe.phase import PAIRS
+    from helmscope.observe.phase_sweep import PAIRS
     from helmscope.solve.integrate import make_problem
     from helmscope.theory.starts import Uniform
 
@@ -323,7 +323,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _phase_bytes(spec: PhaseSpec) -> int:
     """The starts, the pairs of the samples integrated at once, and their results at all times."""
-    from helmscope.observe.phase import PAIRS, PAIRS_ELSEWHERE
+    from helmscope.observe.phase_sweep import PAIRS, PAIRS_ELSEWHERE
 
     size = max(spec.dim_values) if spec.nu or spec.spectrum else min(max(spec.dim_values), spec.n)
     times = len(checks.expand_range("times", spec.times))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from helmscope.observe.context_group import ContextGroup as ContextGroup
     from helmscope.observe.context_noise import context_groups as context_groups
     from helmscope.observe.context_noise import context_noise as context_noise
-    from helmscope.observe.context_noise import covariance_regression as covariance_regression
+    from helmscope.observe.context_statistics import covariance_regression as covariance_regression
     from helmscope.observe.damage import damage_under_edits as damage_under_edits
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.depth_steps import depth_steps as depth_steps
