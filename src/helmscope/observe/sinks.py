@@ -43,12 +43,12 @@ SINK_THRESHOLD = 0.3
 NAMES = {
     "first_token_mass": "mean weight of the first token",
     "sink_share": f"share of queries that give the first token more than {SINK_THRESHOLD}",
-    "is_sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
+    "sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
     "row_mass": "mean row sum of the attention weights",
     "missing_mass": "1 - row mass: the share of a learned sink outside the tokens",
     "sink_value_norm_ratio": "mean |V_sink| / |V_ctx|",
 }
-BOUNDS = dict.fromkeys(("sink_share", "is_sink"), SHARE)
+BOUNDS = dict.fromkeys(("sink_share", "sink"), SHARE)
 BOUNDS |= dict.fromkeys(("first_token_mass", "row_mass", "sink_value_norm_ratio"), AT_LEAST_0)
 CONSTANCY_NAMES = {
     "cosine": "mean cosine of V_sink - mean value, over pairs of prompts",
@@ -63,7 +63,7 @@ class AttentionSinks(Instrument):
     """Instrument: the attention to the first visible token in every layer (at every time of a simulation), by head.
 
     ``first_token_mass`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
-    ``is_sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
+    ``sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
     sink metric of Gu et al. ``row_mass`` is the mean row sum and ``missing_mass`` is 1 minus it.
     ``sink_value_norm_ratio`` is the mean of |V_sink| / |V_ctx| over the queries where V_ctx is defined and not 0.
 
@@ -310,7 +310,7 @@ def _statistics(
     return {
         "first_token_mass": mean_weight,
         "sink_share": token_mean((weight > SINK_THRESHOLD).to(kernel), counted),
-        "is_sink": above,
+        "sink": above,
         "row_mass": mean_mass,
         "missing_mass": 1 - mean_mass,
         "sink_value_norm_ratio": token_mean(ratio, counted * defined),
