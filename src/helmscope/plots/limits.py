@@ -25,7 +25,7 @@ ROUNDING = 100 * 2.0**-23  # of the size of the numbers: a smaller range is that
 
 @dataclass(frozen=True, eq=False)
 class DrawnCurve:
-    """A curve as it was drawn: places, values and color.
+    """A curve as it was drawn: places, values, color and the edges of its band, if it has one.
 
     >>> DrawnCurve(np.arange(2.0), np.zeros(2), "black").values
     array([0., 0.])
@@ -34,6 +34,8 @@ class DrawnCurve:
     places: Any
     values: Any
     color: Any
+    low: Any = None
+    high: Any = None
 
 
 def usual_range(values: Any) -> tuple[float, float] | None:
@@ -208,14 +210,29 @@ def _limits(curves: Sequence[DrawnCurve], leading: DrawnCurve | None) -> tuple[f
         own = leading.values[np.isfinite(leading.values)]
         usual = usual_range(own) or ((float(own.min()), float(own.max())) if own.size else None)
         around = AROUND if len(curves) > 1 else MARGIN
-    if usual is None or np.ptp(everything) <= FLATTENED * (usual[1] - usual[0]) or usual[0] == usual[1]:
+    if usual is None or usual[0] == usual[1]:
         return None
+    usual = _with_bands(curves if leading is None else [leading], *usual)
     size = usual[1] - usual[0]
+    if np.ptp(everything) <= FLATTENED * size:
+        return None
     low, high = usual[0] - around * size, usual[1] + around * size
     if leading is None and any(_lost(curve, low, high) > max(FEW, SHARE * len(curve.values)) for curve in curves):
         return None
     least, most = float(everything.min()) - MARGIN * size, float(everything.max()) + MARGIN * size
     return max(low, least), min(high, most)
+
+
+def _with_bands(curves: Sequence[DrawnCurve], low: float, high: float) -> tuple[float, float]:
+    """The range with the bands of its points, each at most as far beyond it as it is wide."""
+    bottom, top = low, high
+    for curve in curves:
+        if curve.low is None or curve.high is None:
+            continue
+        inside = (curve.values >= low) & (curve.values <= high) & np.isfinite(curve.low + curve.high)
+        bottom = min(bottom, float(curve.low[inside].min(initial=low)))
+        top = max(top, float(curve.high[inside].max(initial=high)))
+    return max(bottom, 2 * low - high), min(top, 2 * high - low)
 
 
 def _lost(curve: DrawnCurve, low: float, high: float) -> int:

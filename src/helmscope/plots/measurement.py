@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 ACROSS, WIDTH, HEIGHT, HEADING, LINE = 3, 3.3, 2.7, 0.6, 0.16  # panels in a row; inches
 MAX_VARIABLES, MAX_CURVES = 12, 12
-LETTERS, ACROSS_INCH = 40, 14.5  # of a panel's title in a line; of the caption in an inch
+LETTERS, LETTERS_OF_MAPS = 40, 32  # of a panel's title in a line; where color scales make panels narrower
+ACROSS_INCH = 14.5  # letters of the caption
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def draw_figure(
         "; ".join(filter(None, (_caption(shown, panels, omitted), note))), round(ACROSS_INCH * width)
     )
     heading = HEADING + LINE * caption.count("\n")
+    letters = LETTERS if not any(panel.is_map for panel in panels) else LETTERS_OF_MAPS
     with styled():
         figure = blank_figure(width, max(map(_panel_height, panels)) * rows + heading)
         axes = figure.subplots(rows, columns, squeeze=False).flat
@@ -121,11 +123,11 @@ def draw_figure(
             elif panel.is_map:
                 (each,), name = panel.shown, panel.name
                 value = each.value(name)
-                heading = ": ".join(filter(None, (each.label, _panel_title(value, name))))
+                heading = ": ".join(filter(None, (each.label, _panel_title(value, name, letters))))
                 shared = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
                 draw_map(figure, place, value, shared, title=heading, log=name in logged)
             else:
-                _draw_curves(place, panel, log=panel.name in logged)
+                _draw_curves(place, panel, log=panel.name in logged, letters=letters)
         figure.suptitle(plain("\n".join(filter(None, (title, caption)))), fontsize=9)
         if len(shown) > 1:
             _draw_legend(figure, panels)
@@ -213,7 +215,7 @@ def _panel_height(panel: _Panel) -> float:
     return max(HEIGHT, 0.17 * value.shape[0] + 0.9) if panel.is_map and "head" in value.dims else HEIGHT
 
 
-def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
+def _draw_points(panel: Axes, content: _Panel, *, log: bool, letters: int) -> None:
     """Draws a variable without axes: one point with its interval for each Measurement."""
     for k, (each, color) in enumerate(zip(content.shown, label_colors(len(content.shown)), strict=True)):
         bars = [as_floats(entry, content.name)[:, 0] for entry in (each.value(content.name), *each.band(content.name))]
@@ -227,14 +229,17 @@ def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
     _draw_zero_line(panel, content.shown[0].value(content.name))
     if log:
         panel.set_yscale("log")
-    panel.set_title(plain(_panel_title(content.shown[0].value(content.name), content.name)), loc="left", fontsize=9)
+    tidy_axis(panel)
+    panel.set_title(
+        plain(_panel_title(content.shown[0].value(content.name), content.name, letters)), loc="left", fontsize=9
+    )
 
 
-def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
+def _draw_curves(panel: Axes, content: _Panel, *, log: bool, letters: int) -> None:
     """Draws a variable of every Measurement: one curve each, or one for each entry of its second axis."""
     name, values = content.name, [each.value(content.name) for each in content.shown]
     if not values[0].ndim:
-        _draw_points(panel, content, log=log)
+        _draw_points(panel, content, log=log, letters=letters)
         return
     family = _family(content)
     drawn: list[Any] = []
@@ -253,7 +258,7 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
             marker = style.marker if categorical else ("o" if style.line == 0 else "")  # which would hide the dashes
             draw_curve(panel, place, edges, label, style.color, **look, marker=marker)
             draw_singles(panel, place, [single[:, k] for single in singles], style.color, **look)
-            curves += [] if categorical else [DrawnCurve(place, bars[0][:, k], style.color)]
+            curves += [] if categorical else [DrawnCurve(place, edges[0], style.color, *edges[1:])]
             if null is not None:
                 level = as_floats(null.broadcast_like(value).transpose(*value.dims), name)[:, k]
                 panel.plot(x, level, color=style.color, linestyle=":", label="_null")
@@ -268,7 +273,7 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
     elif curves:
         cut_outlying(panel, curves)
     tidy_axis(panel)
-    family.draw_legend(panel, _panel_title(values[0], name), categorical=positions(values[0])[1] is not None)
+    family.draw_legend(panel, _panel_title(values[0], name, letters), categorical=positions(values[0])[1] is not None)
 
 
 def _family(content: _Panel) -> Family:
@@ -298,12 +303,12 @@ def _own_title(data: xr.Dataset) -> str:
     return ": ".join(str(data.attrs[name]) for name in ("model", "title") if data.attrs.get(name))
 
 
-def _panel_title(value: xr.DataArray, name: str) -> str:
+def _panel_title(value: xr.DataArray, name: str, letters: int) -> str:
     """The name of a variable with its unit and, for a difference, what was subtracted from what."""
     title = str(value.attrs.get("long_name", name.replace("_", " ")))
     title += f" ({value.attrs['units']})" if "units" in value.attrs else ""
     title += f": {value.attrs['difference']}" if "difference" in value.attrs else ""
-    return textwrap.fill(title, LETTERS)
+    return textwrap.fill(title, letters)
 
 
 def _caption(shown: Sequence[Shown], panels: Sequence[_Panel], omitted: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ MANY, ACROSS_INCH = 8, 14.5  # measurements of which all variables fit on a page
 PANEL, FONT = 165.0, 8.0  # points across a panel; of a title
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
 EDIT_COLORS = (*COLORS, "#8a8f98", "#b03060")
-HALF_NAMES = {"mlp": "MLP"}
+SPELLED = {"mlp": "MLP", "jko": "JKO"}
 # the variables of each measurement that are drawn where there are many measurements
 PAGE: dict[str, tuple[str, ...]] = {
     "kernel_statistics": ("entropy", "effective_keys"),
@@ -118,9 +118,10 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     Each curve is the mean over replicates with its interval. Values over depth of a recording are marked by the half of
     a layer that they describe, attention and MLP; variables with heads are maps of layer and head. What is predicted is
     laid over what is measured, dashed, with its misfit. A few points far from the others, such as those of the first
-    block, are arrows at the edge with their values. Of more than eight Measurements the main variables are drawn, of
-    fewer up to six each, so that ``plot({"mlp_force": measured["mlp_force"]})`` shows more of one. Raises
-    HelmscopeError for anything else than Measurements, and if none of them has an axis depth, layer or time.
+    block, are arrows at the edge with their values. Of more than eight Measurements the main variables are drawn,
+    without predictions and numbers in maps; of fewer up to six each, so that ``plot({"mlp_force":
+    measured["mlp_force"]})`` shows more of one. Raises HelmscopeError for anything else than Measurements, and if none
+    of them has an axis depth, layer or time.
 
     >>> import xarray as xr
     >>> steps = xr.Dataset({"angle": (("depth", "prompt"), [[0.1, 0.2], [0.2, 0.2]])}, {"depth": [1, 2]})
@@ -179,12 +180,12 @@ def _caption(measured: Mapping[str, xr.Dataset], drawn: Sequence[str]) -> str:
             'The main variables are shown; plot({"NAME": measured["NAME"]}) draws more of one measurement.'
         )
     if missing := [_words(name) for name in measured if name not in drawn]:
-        sentences.append(f"Not over depth or layers, and not shown: {', '.join(missing)}.")
+        sentences.append(f"Not shown: {', '.join(missing)}.")
     return " ".join(sentences)
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return " ".join(SPELLED.get(word, word) for word in name.split("_"))
 
 
 def replicate_name(measurement: xr.Dataset) -> str:
@@ -235,7 +236,7 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
         panel.set_title(plain(shown), loc="left", fontsize=FONT)
         return
     curves = _draw_curves(panel, data, variable, value, axis)
-    over = _draw_over(panel, name, data, variable, axis)
+    over = [] if page else _draw_over(panel, name, data, variable, axis)
     cut_outlying(panel, [*curves, *over], leading=curves[0] if over else None)
     tidy_axis(panel)
     _draw_title(panel, shown, [line for line in panel.lines if not str(line.get_label()).startswith("_")])
@@ -307,7 +308,7 @@ def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArr
         )
         color = COLORS[k % len(COLORS)] if halves is None or member is not None else "#8a8f98"
         label = None if member is None else curve_labels(value)[member]
-        drawn.append(DrawnCurve(x, y, color))
+        drawn.append(DrawnCurve(x, y, color, bottom, top))
         panel.plot(x, y, color=color, linewidth=1.0 if halves is not None else 1.6, label=label)
         panel.fill_between(x, bottom, top, color=color, alpha=0.2, linewidth=0)
         if halves is not None and member is None:
@@ -334,7 +335,7 @@ def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> N
             marker="o",
             markersize=4,
             linestyle="",
-            label=f"{HALF_NAMES.get(half, half)} half-step",
+            label=f"{SPELLED.get(half, half)} half-step",
         )
         for half, color in HALF_COLORS.items()
         if half in marked

@@ -107,7 +107,7 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LE
         shifted = x + spacing * (index - (len(labels) - 1) / 2)
         bars = (numbers[:, index], low[:, index], high[:, index])
         draw_curve(panel, shifted, bars, label, color, categorical=categories is not None)
-        drawn.append(DrawnCurve(shifted, bars[0], color))
+        drawn.append(DrawnCurve(shifted, bars[0], color, *bars[1:]))
     if f"{name}_null" in data:
         null = as_floats(data[f"{name}_null"].broadcast_like(value).transpose(*value.dims), name)
         for index, color in enumerate(colors):
