@@ -162,7 +162,7 @@ def _clusters_per_token(path: Trajectory, clusters: Callable[..., torch.Tensor])
 
     def per_token(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         counted = (token_weights(x, weights) > 0).sum(-1)
-        return clusters(x, weights=weights) / counted
+        return clusters(x, weights=weights).double() / counted
 
     return track(path, clusters_per_token=per_token)
 

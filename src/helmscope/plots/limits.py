@@ -219,7 +219,8 @@ def _limits(curves: Sequence[DrawnCurve], leading: DrawnCurve | None) -> tuple[f
     low, high = usual[0] - around * size, usual[1] + around * size
     if leading is None and any(_lost(curve, low, high) > max(FEW, SHARE * len(curve.values)) for curve in curves):
         return None
-    least, most = float(everything.min()) - MARGIN * size, float(everything.max()) + MARGIN * size
+    least = min(usual[0], float(everything.min())) - MARGIN * size
+    most = max(usual[1], float(everything.max())) + MARGIN * size
     return max(low, least), min(high, most)
 
 

@@ -40,7 +40,7 @@ MANY, ACROSS_INCH = 8, 14.5  # measurements of which all variables fit on a page
 PANEL, FONT = 165.0, 8.0  # points across a panel; of a title
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
 EDIT_COLORS = (*COLORS, "#8a8f98", "#b03060")
-SPELLED = {"mlp": "MLP", "jko": "JKO"}
+SPELLED = {"mlp": "MLP", "jko": "JKO", "jacobian": "Jacobian"}
 # the variables of each measurement that are drawn where there are many measurements
 PAGE: dict[str, tuple[str, ...]] = {
     "kernel_statistics": ("entropy", "effective_keys"),
@@ -119,9 +119,9 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     a layer that they describe, attention and MLP; variables with heads are maps of layer and head. What is predicted is
     laid over what is measured, dashed, with its misfit. A few points far from the others, such as those of the first
     block, are arrows at the edge with their values. Of more than eight Measurements the main variables are drawn,
-    without predictions and numbers in maps; of fewer up to six each, so that ``plot({"mlp_force":
-    measured["mlp_force"]})`` shows more of one. Raises HelmscopeError for anything else than Measurements, and if none
-    of them has an axis depth, layer or time.
+    without predictions and numbers in maps; of fewer up to six each, and ``measured["mlp_force"].plot()`` shows up to
+    twelve. Raises HelmscopeError for anything else than Measurements, and if none of them has an axis depth, layer or
+    time.
 
     >>> import xarray as xr
     >>> steps = xr.Dataset({"angle": (("depth", "prompt"), [[0.1, 0.2], [0.2, 0.2]])}, {"depth": [1, 2]})
@@ -176,9 +176,7 @@ def _caption(measured: Mapping[str, xr.Dataset], drawn: Sequence[str]) -> str:
     others = [f"over {count} for {', '.join(names)}" for count, names in by_count.items() if count != main]
     sentences = [", ".join([f"Means over {main}", *others]) + "; bands are 95 % intervals."]
     if len(measured) > MANY:
-        sentences.append(
-            'The main variables are shown; plot({"NAME": measured["NAME"]}) draws more of one measurement.'
-        )
+        sentences.append('The main variables are shown; measured["NAME"].plot() draws more of one measurement.')
     if missing := [_words(name) for name in measured if name not in drawn]:
         sentences.append(f"Not shown: {', '.join(missing)}.")
     return " ".join(sentences)
@@ -233,6 +231,8 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
         return
     if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MAX_CURVES):
         draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown, numbers=not page)
+        panel.xaxis.label.set_size(FONT)
+        panel.yaxis.label.set_size(FONT)
         panel.set_title(plain(shown), loc="left", fontsize=FONT)
         return
     curves = _draw_curves(panel, data, variable, value, axis)

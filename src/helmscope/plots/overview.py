@@ -29,6 +29,7 @@ PARAMETERS = {
     "delta": "close pairs: inner product >= 1 - {:.3g}",
     "beta": "energy at beta = {:.4g}",
 }
+WITHOUT_ENERGY = {True: "no energy, which is infinite at beta = 0", False: "beta=... adds the energy"}
 
 
 def overview_figure(measurements: xr.Dataset | Mapping[str, xr.Dataset], *, title: str = "") -> Figure:
@@ -75,10 +76,10 @@ def is_overview(measurement: object) -> bool:
 
 def _parameters(shown: list[Shown]) -> str:
     """The parameters of the overviews, and what they lack for want of a parameter."""
+    has_energy = all("interaction_energy" in each.data for each in shown)
     parts = []
     for name, text in PARAMETERS.items():
         values = list(dict.fromkeys(each.data.attrs[name] for each in shown if name in each.data.attrs))
-        parts += [text.format(values[0])] if len(values) == 1 else []
-    if not any("interaction_energy" in each.data for each in shown):
-        parts.append("beta=... adds the energy")
+        parts += [text.format(values[0])] if len(values) == 1 and (has_energy or name != "beta") else []
+    parts += [] if has_energy else [WITHOUT_ENERGY[all("beta" in each.data.attrs for each in shown)]]
     return "; ".join(parts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from helmscope.plots.style import COLORS
 from helmscope.plots.variable_panel import single_replicates
 from helmscope.stats.reduce import band, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis, type_with_article
@@ -47,13 +48,17 @@ class Shown:
         return int(self.data[name].attrs["n"] if "n" in self.data[name].attrs else self.data.attrs["n"])
 
     def value(self, name: str) -> xr.DataArray:
-        """A variable with depth, layer or time as its first axis, and without axes of a single entry after it."""
+        """A variable with depth, layer or time as its first axis, and without axes of a single entry after it. A single
+        depth, layer or time is left out of a variable that is a function of a further numeric axis.
+        """
         value = self.data[name]
         first = next((axis for axis in STATE_AXES if axis in value.dims), next(iter(value.dims), None))
         if first is None:
             return value
         value = value.transpose(first, ...)
-        return value.squeeze([dim for dim in value.dims[1:] if value.sizes[dim] == 1], drop=True)
+        value = value.squeeze([dim for dim in value.dims[1:] if value.sizes[dim] == 1], drop=True)
+        is_function = value.ndim == 2 and value.shape[1] > len(COLORS) and value[value.dims[1]].dtype.kind in "fiu"
+        return value.squeeze(first, drop=True) if is_function and value.shape[0] == 1 else value
 
     def band(self, name: str) -> Iterator[xr.DataArray]:
         """The edges of the band of a variable, with the axes of ``value(name)``."""
