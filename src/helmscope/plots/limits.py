@@ -20,6 +20,7 @@ MARGIN, AROUND = 0.08, 0.75  # of the range shown, beyond the usual points; beyo
 FEW, SHARE = 2, 1 / 8  # points of a curve, and share of them, that may be left out; otherwise they are no outliers
 NAMED = 3  # neighboring outlying points that are all named; of more, the farthest
 LINE, LETTER, ARROW = 9.0, 4.2, 5.0  # points: the height of a line of text, the width of a letter, an arrow
+MOST = 1 / 3  # of the height of a panel may be texts at an edge; the arrows of others have none
 ROUNDING = 100 * 2.0**-23  # of the size of the numbers: a smaller range is that of rounding in single precision
 
 
@@ -136,7 +137,7 @@ class _Mark:
     places: Any
     values: Any
     color: Any
-    line: int
+    line: int | None  # None where there is no room for a text
     at_right: bool  # whether the text ends at the left of its arrow
 
     @property
@@ -155,6 +156,7 @@ class _Labels:
     def of(cls, panel: Axes, curves: Sequence[DrawnCurve], edge: float, *, above: bool) -> _Labels:
         marks: list[_Mark] = []
         points = 72 / panel.figure.dpi
+        most = max(1, int(MOST * panel.bbox.height * points / LINE))
         taken: list[tuple[int, float, float]] = []  # the line and the ends of every text and arrow
         for curve in curves:
             for run in _runs(curve.values > edge if above else curve.values < edge):
@@ -166,15 +168,18 @@ class _Labels:
                 at_right = ends[-1] + ARROW + width > panel.bbox.width * points
                 left = ends[0] - ARROW - width if at_right else ends[-1] + ARROW
                 span = (left, left + width)
-                line = next(k for k in range(len(taken) + 1) if not any(_meets(k, span, other) for other in taken))
-                taken += [(line, *span), *((0, end - ARROW, end + ARROW) for end in ends)]
+                free = (k for k in range(most) if not any(_meets(k, span, other) for other in taken))
+                line = next(free, None)
+                taken += [] if line is None else [(line, *span)]
+                taken += [(0, end - ARROW, end + ARROW) for end in ends]
                 marks.append(_Mark(places, values, curve.color, line, at_right))
         return cls(above, marks)
 
     @property
     def height(self) -> float:
         """The height of the texts in points."""
-        return LINE * (1 + max(mark.line for mark in self.marks)) if self.marks else 0.0
+        lines = [0 if mark.line is None else mark.line for mark in self.marks]
+        return LINE * (1 + max(lines)) if lines else 0.0
 
     def draw(self, panel: Axes, edge: float) -> None:
         """Draws arrows at the edge of the panel with the values beside them."""
@@ -182,6 +187,8 @@ class _Labels:
             style: Any = {"color": mark.color, "markersize": 5, "linestyle": "none", "clip_on": False}
             marker = "^" if self.above else "v"
             panel.plot(mark.places, [edge] * len(mark.places), marker=marker, label="_outlying", **style)
+            if mark.line is None:
+                continue
             panel.annotate(
                 mark.text,
                 (float(mark.places[0 if mark.at_right else -1]), edge),

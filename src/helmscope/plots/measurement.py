@@ -112,10 +112,10 @@ def draw_figure(
     caption = textwrap.fill(
         "; ".join(filter(None, (_caption(shown, panels, omitted), note))), round(ACROSS_INCH * width)
     )
-    heading = HEADING + LINE * caption.count("\n")
+    above = HEADING + LINE * caption.count("\n")
     letters = LETTERS if not any(panel.is_map for panel in panels) else LETTERS_OF_MAPS
     with styled():
-        figure = blank_figure(width, max(map(_panel_height, panels)) * rows + heading)
+        figure = blank_figure(width, max(map(_panel_height, panels)) * rows + above)
         axes = figure.subplots(rows, columns, squeeze=False).flat
         for place, panel in itertools.zip_longest(axes, slots):
             if panel is None:

@@ -231,8 +231,8 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
         return
     if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MAX_CURVES):
         draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown, numbers=not page)
-        panel.xaxis.label.set_size(FONT)
-        panel.yaxis.label.set_size(FONT)
+        panel.xaxis.label.set_fontsize(FONT)
+        panel.yaxis.label.set_fontsize(FONT)
         panel.set_title(plain(shown), loc="left", fontsize=FONT)
         return
     curves = _draw_curves(panel, data, variable, value, axis)
