@@ -10,7 +10,8 @@ import torch
 
 import helmscope as hs
 from helmscope.fields.activations import GELU, Identity, ReLU, SiLU, Tanh
-from helmscope.fields.gradient_fit import GradientBasis, fit_gradient, gradient_residual_share
+from helmscope.fields.gradient_basis import GradientBasis
+from helmscope.fields.gradient_fit import fit_gradient, gradient_residual_share
 from helmscope.fields.mlp import MLP, GatedMLP
 
 F64 = torch.float64

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from helmscope.fields.gradient_fit import GradientBasis, Moments, fit_moments, root_mean_square
+from helmscope.fields.gradient_basis import GradientBasis
+from helmscope.fields.gradient_fit import Moments, fit_moments, root_mean_square
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.mlp_force import unit_points
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from helmscope.fields.gradient_fit import Family, FittedGradient
+    from helmscope.fields.gradient_basis import Family
+    from helmscope.fields.gradient_fit import FittedGradient
     from helmscope.types import MlpTensors, ReplayContext, System
     from helmscope.types.progress import ProgressOption
 
