@@ -133,6 +133,8 @@ def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]
     >>> import xarray as xr
     >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
     ['order', 'n = 16; bar: two standard errors']
+    >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.0}, attrs={"n": 16}), "order")
+    ['order', 'the same in all 16']
     """
     value = data[name]
     n, most = int(value.attrs.get("n", data.attrs["n"])), int(data.attrs["n"])
@@ -142,7 +144,10 @@ def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]
     title = textwrap.wrap(str(value.attrs.get("long_name", name)), letters)
     labels = curve_labels(value)
     legend = [""] * -(-len(labels) // _columns(labels, letters)) if _has_legend(value, labels) else []
-    return [*title, *textwrap.wrap(f"{count}; {mark}: {band_text(data, name)}{dotted}", letters), *legend]
+    low, high = (np.asarray(edge, dtype=np.float64) for edge in band(data, name))
+    constant = n > 1 and bool(np.isfinite(low).any()) and np.array_equal(low, high, equal_nan=True)
+    spread = f"the same in all {n:,}" if constant else f"{count}; {mark}: {band_text(data, name)}"
+    return [*title, *textwrap.wrap(spread + dotted, letters), *legend]
 
 
 def plain(text: str) -> str:
