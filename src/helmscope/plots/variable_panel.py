@@ -144,7 +144,7 @@ def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]
     title = textwrap.wrap(str(value.attrs.get("long_name", name)), letters)
     labels = curve_labels(value)
     legend = [""] * -(-len(labels) // _columns(labels, letters)) if _has_legend(value, labels) else []
-    low, high = (np.asarray(edge, dtype=np.float64) for edge in band(data, name))
+    low, high = (as_floats(edge, name) for edge in band(data, name))
     constant = n > 1 and bool(np.isfinite(low).any()) and np.array_equal(low, high, equal_nan=True)
     spread = f"the same in all {n:,}" if constant else f"{count}; {mark}: {band_text(data, name)}"
     return [*title, *textwrap.wrap(spread + dotted, letters), *legend]
