@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import close_pair_share as close_pair_share
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
+    from helmscope.observe.inner_products import inner_product_quantiles as inner_product_quantiles
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.interventions import intervention_measurements as intervention_measurements
     from helmscope.observe.interventions import intervention_names as intervention_names
