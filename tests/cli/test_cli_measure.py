@@ -117,7 +117,7 @@ def test_the_table_and_the_picture(helmscope, tmp_path):
 
 
 def test_an_interrupted_run_is_resumed(helmscope, tmp_path):
-    options = (*SMALL, "--only", "depth_steps", "--only", "arc_length", "--only", "kernel_statistics")
+    options = (*SMALL, "--only", "depth_steps,arc_length", "--only", "kernel_statistics")
     assert helmscope(*options)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "run" / "units").iterdir()}
     (tmp_path / "run" / "units" / "depth_steps.nc").unlink()
@@ -149,6 +149,8 @@ def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
         (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
         (("--interventions", "--only", "arc_length"), "interventions is true and only is given, but only one of them"),
         (("--only", "query_key_noises"), "did you mean 'query_key_noise'"),
+        (("--only", "arc_length,depth_step"), "did you mean 'depth_steps'"),
+        (("--model", "B"), "--model is B, but"),
     ],
 )
 def test_bad_input_exits_with_one_sentence(helmscope, options, said):

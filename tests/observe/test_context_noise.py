@@ -19,9 +19,8 @@ from helmscope.observe.context_noise import (
     context_groups,
     context_noise,
     context_unsupported,
-    covariance_regression,
-    kolmogorov_distance,
 )
+from helmscope.observe.context_statistics import covariance_regression, kolmogorov_distance
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model

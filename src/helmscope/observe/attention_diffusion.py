@@ -34,7 +34,7 @@ from helmscope.observe.head_moments import (
 )
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.token_choice import sample_tokens, taken
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, check_integer, check_real
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 TRACE_NAMES = {
     "nu_token_sampling": "diffusivity nu of Sigma_A of a head (squared radians per layer)",
@@ -106,8 +107,10 @@ class AttentionDiffusion(Instrument):
         return described(with_bounds(super().result(), dict.fromkeys(TRACE_NAMES, AT_LEAST_0)), TRACE_NAMES)
 
 
-def attention_diffusion(system: System) -> xr.Dataset:
+def attention_diffusion(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The diffusivity of attention in modes A and B, with replicates: ``AttentionDiffusion`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = attention_diffusion(record("A", ["Once upon a time there was a cat"]))
@@ -117,7 +120,7 @@ def attention_diffusion(system: System) -> xr.Dataset:
     True
     """
     instrument = AttentionDiffusion()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 class AttentionDiffusionSpectrum(Instrument):
@@ -181,8 +184,12 @@ class AttentionDiffusionSpectrum(Instrument):
         return described(with_bounds(super().result(), bounds), SPECTRUM_NAMES)
 
 
-def attention_diffusion_spectrum(system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0) -> xr.Dataset:
+def attention_diffusion_spectrum(
+    system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
     """Anisotropy, rank and eigenvalues of Sigma_A, with replicates: ``AttentionDiffusionSpectrum`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = attention_diffusion_spectrum(record("A", ["Once upon a time there was a cat"]), tokens=1)
@@ -190,7 +197,7 @@ def attention_diffusion_spectrum(system: System, *, tokens: int = 2, seed: int =
     True
     """
     instrument = AttentionDiffusionSpectrum(tokens=tokens, seed=seed, skip=skip)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 @full_precision

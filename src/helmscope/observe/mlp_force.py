@@ -30,7 +30,7 @@ from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.token_choice import spaced_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from helmscope.observe.mlp_parts import Parts
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, ReplayPlan, System
+    from helmscope.types.progress import ProgressOption
 
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
@@ -210,10 +211,12 @@ class MlpForce(Instrument):
         return with_bounds(measured, BOUNDS)
 
 
-def mlp_force(system: System, *, per_token: bool = False, tokens: int | None = TOKENS) -> xr.Dataset:
+def mlp_force(
+    system: System, *, per_token: bool = False, tokens: int | None = TOKENS, progress: ProgressOption = None
+) -> xr.Dataset:
     """Force, potential and swirl of a system's MLPs, with replicates: ``MlpForce`` by one replay.
 
-    Arguments, quantities and errors are those of ``MlpForce``.
+    Arguments, quantities and errors are those of ``MlpForce``. ``progress`` is called with the share of the work done.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -223,7 +226,7 @@ def mlp_force(system: System, *, per_token: bool = False, tokens: int | None = T
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
     instrument = MlpForce(per_token=per_token, tokens=tokens)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Tensor]:

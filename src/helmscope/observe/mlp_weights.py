@@ -31,13 +31,15 @@ from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.mlp_force import MlpForce, unit_points
-from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import SHARE, check_system, replayed, token_mean, token_weights, with_bounds
+from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     Instrument,
     Needs,
     as_measurement,
     check_integer,
+    check_progress,
     check_real,
     type_with_article,
 )
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import MlpTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 LABELS = {
     "coherence_max": "largest |cos| of two rows of W_in",
@@ -143,12 +146,20 @@ def permuted_alignment(force: Force, *, permutations: int = 1000, seed: int = 0)
     return table.gather(1, orders.mT).mean(0)
 
 
-def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 100, seed: int = 0) -> xr.Dataset:
+@shows_progress("weights of the MLPs")
+def mlp_weights(
+    system: System,
+    *,
+    fold_norm: bool = False,
+    permutations: int = 100,
+    seed: int = 0,
+    progress: ProgressOption = None,
+) -> xr.Dataset:
     """Coherence of W_in and alignment of W_out with it, of every layer: the replicates are layers, and for a mixture of
     experts there is one entry per expert along the axis ``expert``. No forward pass is run.
 
     Quantities and references are those above; ``neuron_alignment`` and ``neuron_coherence`` have an axis ``neuron``.
-    Raises HelmscopeError for a system without MLPs.
+    Raises HelmscopeError for a system without MLPs. ``progress`` is called with the share of the layers done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> seen = mlp_weights(integrate(MLP(w_in=torch.eye(2), w_out=-torch.eye(2)), torch.eye(2), times=[0.0]))
@@ -161,7 +172,10 @@ def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 
     layers = [unfolded_force(system, layer, fold_norm=fold_norm) for layer in system.layers]
     stacks = [list(force.experts) if isinstance(force, MixtureOfExperts) else [force] for force in layers]
     known: dict[tuple[int, ...], dict[str, Any]] = {}
-    rows = [[_of_force(force, known, permutations, seed) for force in stack] for stack in stacks]
+    report, rows = check_progress(progress), list[list[dict[str, Any]]]()
+    for stack in stacks:
+        rows.append([_of_force(force, known, permutations, seed) for force in stack])
+        report(len(rows) / len(stacks))
     experts, neurons = max(map(len, rows)), max(len(row["neuron_alignment"]) for stack in rows for row in stack)
     data = {name: np.full((len(rows), experts), np.nan) for name in LABELS if name not in BY_NEURON}
     cosines = {name: np.full((len(rows), experts, neurons), np.nan) for name in BY_NEURON}
@@ -282,9 +296,16 @@ class GateSparsity(Instrument):
 
 
 def gate_sparsity(
-    system: System, *, threshold: float = 0.0, slope: float = 0.1, per_neuron: bool = False
+    system: System,
+    *,
+    threshold: float = 0.0,
+    slope: float = 0.1,
+    per_neuron: bool = False,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """How many neurons of a system's MLPs are switched off, with replicates: ``GateSparsity`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), -torch.eye(2), times=[0.0])
@@ -293,6 +314,7 @@ def gate_sparsity(
     """
     instrument = GateSparsity(threshold=threshold, slope=slope, per_neuron=per_neuron)
     return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def unfolded_force(system: System, layer: int, *, fold_norm: bool = False) -> Any:

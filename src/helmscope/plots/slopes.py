@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from helmscope.plots.families import title_and_legend
 from helmscope.plots.style import COLORS
 from helmscope.plots.variable_panel import plain
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 ORDERS = (2, 3)  # of the remainder after the drift, and after drift and second moment
 GRAY = "#8a8f98"
+ACROSS = 165.0  # points
 
 
 def draw_slopes(panel: Axes, data: xr.Dataset) -> None:
@@ -45,5 +47,5 @@ def draw_slopes(panel: Axes, data: xr.Dataset) -> None:
     panel.minorticks_off()
     panel.set_xlabel("size s of the step", fontsize=8)
     title = "generator test: remainder after the drift\n(dashed: and second moment; gray: slopes\n2 and 3)"
-    panel.set_title(plain(title), loc="left", fontsize=8)
-    panel.legend(fontsize=6.5)
+    handles = [line for line in panel.lines if not str(line.get_label()).startswith("_")]
+    title_and_legend(panel, title, handles, size=8.0, wide=ACROSS)
