@@ -313,7 +313,6 @@ def gate_sparsity(
     0.0
     """
     instrument = GateSparsity(threshold=threshold, slope=slope, per_neuron=per_neuron)
-    return check_system(system).replay(instrument)[instrument.name]
     return replayed(system, instrument, progress)
 
 
