@@ -19,7 +19,7 @@ report-full: $(VENV)/.with-report,models
 	$(BIN)/helmscope report --full
 
 test: $(VENV)/.with-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10
 
 test-slow: $(VENV)/.with-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow

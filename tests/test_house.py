@@ -2,6 +2,7 @@
 
 import ast
 import io
+import operator
 import re
 import shlex
 import sys
@@ -284,6 +285,7 @@ def test_an_unknown_export_offers_the_nearest() -> None:
         ("claims", "Verdict", ": it is hs.Verdict"),
         ("store", "integrate", ": it is hs.integrate"),
         ("", "AblateHed", ": did you mean 'hs.intervene.AblateHead'?"),
+        ("", "simulate", ": it is hs.integrate"),
         ("", "xyzzyx", ""),
     ],
 )
@@ -292,6 +294,28 @@ def test_an_unknown_name_says_which_package_has_it(package: str, name: str, hint
     with pytest.raises(AttributeError) as error:
         getattr(module, name)
     assert str(error.value) == f"module '{module.__name__}' has no attribute '{name}'{hint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("rank", "call one of its functions, such as hs.rank.effective_rank(...)"),
+        ("kernel", "call one of its functions, such as hs.kernel.row_entropy(...)"),
+        ("noise", "call one of its functions, such as hs.noise.IsotropicNoise(...)"),
+        ("sphere", "call one of its functions, such as hs.sphere.angle(...)"),
+        ("activations", "call one of its functions, such as hs.activations.GELU(...)"),
+        ("observe", "dir(hs.observe) lists its functions"),
+        ("types", "dir(hs.types) lists its functions"),
+        ("geometry.linkage", "dir(hs.geometry.linkage) lists its functions"),
+    ],
+)
+def test_a_module_that_is_called_names_a_function(name: str, hint: str) -> None:
+    module = operator.attrgetter(name)(hs)
+    with pytest.raises(hs.HelmscopeError) as error:
+        module(1, key=2)
+    assert str(error.value) == f"hs.{name} is a module, but only a function can be called: {hint}"
+    if "such as" in hint:
+        assert hasattr(module, hint.split(".")[2].removesuffix("("))
 
 
 def test_a_function_is_never_hidden_by_the_module_of_the_same_name() -> None:

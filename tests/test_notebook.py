@@ -34,6 +34,9 @@ CELLS = {
     "recording.plot()": PICTURE,
     "hs.plot(diagram)": PICTURE,
     "hs.plot(hs.overview(sim, beta=4.0))": PICTURE,
+    "hs.plot(hs.overview(recording))": PICTURE,
+    "hs.plot({'both': hs.overview(recording), 'one prompt': hs.overview(recording).isel(prompt=[0])})": PICTURE,
+    "hs.plot(hs.measure(recording, only=['kernel_statistics', 'depth_steps']))": PICTURE,
     "trial.plot()": PICTURE,
     "import matplotlib.pyplot as plt\nsim.trajectory.plot(system=1)": PICTURE,  # pyplot shows its own figures itself
     "path.plot()": PICTURE,

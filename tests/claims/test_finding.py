@@ -223,3 +223,17 @@ def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
 def test_an_impossible_premise_has_no_interval() -> None:
     assessment = PremiseImpossible("only the identity is causal and bistochastic").weigh(ABOVE)
     assert (assessment.ruling, assessment.interval) == (Ruling.IMPOSSIBLE, None)
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "said"),
+    [
+        (5, 3, "successes is 5, but it must be at most n, which is 3"),
+        (-1, 3, "successes is -1, but it must be a whole number >= 0"),
+        (0, 0, "n is 0, but it must be a whole number >= 1"),
+        (1.5, 3, "successes is 1.5, but it must be a whole number"),
+    ],
+)
+def test_an_impossible_count_is_refused_where_it_is_made(successes: float, n: int, said: str) -> None:
+    with pytest.raises(HelmscopeError, match=said):
+        Count(successes, n)  # type: ignore[arg-type]

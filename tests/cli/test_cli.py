@@ -218,6 +218,19 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
     assert np.isnan(states[-1]).all()
 
 
+def test_the_picture_is_also_written_where_plot_says(helmscope, tmp_path):
+    code, out, _ = helmscope("simulate", *SMALL, "--out", "run", "--plot", "figure.pdf")
+    assert code == 0
+    assert "picture: figure.pdf" in out.splitlines()
+    assert (tmp_path / "figure.pdf").read_bytes()[:5] == b"%PDF-"
+    assert (tmp_path / "run" / "overview.png").is_file()
+    unfinished = ("--field", "usa", "--beta", "800", "--plot", "none.png", "--out", "other")
+    code, _, err = helmscope("simulate", *SMALL, *unfinished)
+    assert code == 1
+    assert "--plot: none.png is not written, because an incomplete run has no picture" in err
+    assert not (tmp_path / "none.png").exists()
+
+
 def test_a_step_limit_exits_1(helmscope, monkeypatch):
     monkeypatch.setattr("helmscope.jobs.simulate.make_stepper", lambda spec: hs.DormandPrince(max_steps=2))
     code, out, _ = helmscope("simulate", *SMALL, "--out", "run")

@@ -56,6 +56,22 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     assert row["n"] == 3
 
 
+def test_fewer_tokens_than_dimensions_are_said(helmscope, tmp_path):
+    """Four texts of six tokens do not determine a potential in 32 dimensions: the table says so, and gives the rest."""
+    tiny_model("gpt2").save_pretrained(tmp_path / "mine")
+    (tmp_path / "texts.json").write_text(json.dumps(inputs_of("gpt2", batch=4, n=6).tolist()))
+    words = ("measure", "mine", "--texts", "texts.json", "--quick")
+    code, out, err = helmscope(*words, "--json", "--out", "run")
+    assert code == 0, err
+    report = json.loads(out)
+    assert "swirl_share_bound_quadratic are NaN in layers 0, 1, 2" in report["undetermined"]["mlp_swirl_bound"]
+    assert report["measured"]["mlp_swirl_bound"]["swirl_share_bound"]["value"] is None
+    assert report["measured"]["mlp_jacobian"]["covariance_rank_limit"]["value"] == 5
+    code, out, err = helmscope(*words, "--out", "again")
+    assert code == 0, err
+    assert "undefined because: swirl_share_bound and" in out
+
+
 def test_interventions_are_measured_when_they_are_asked_for(helmscope, tmp_path):
     model, ids = tiny_model("gpt2"), inputs_of("gpt2", batch=6, n=16)
     model.save_pretrained(tmp_path / "mine")
@@ -101,7 +117,7 @@ def test_the_table_and_the_picture(helmscope, tmp_path):
 
 
 def test_an_interrupted_run_is_resumed(helmscope, tmp_path):
-    options = (*SMALL, "--only", "depth_steps", "--only", "arc_length", "--only", "kernel_statistics")
+    options = (*SMALL, "--only", "depth_steps,arc_length", "--only", "kernel_statistics")
     assert helmscope(*options)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "run" / "units").iterdir()}
     (tmp_path / "run" / "units" / "depth_steps.nc").unlink()
@@ -133,6 +149,8 @@ def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
         (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
         (("--interventions", "--only", "arc_length"), "interventions is true and only is given, but only one of them"),
         (("--only", "query_key_noises"), "did you mean 'query_key_noise'"),
+        (("--only", "arc_length,depth_step"), "did you mean 'depth_steps'"),
+        (("--model", "B"), "--model is B, but"),
     ],
 )
 def test_bad_input_exits_with_one_sentence(helmscope, options, said):

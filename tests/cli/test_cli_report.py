@@ -57,6 +57,23 @@ def test_one_page_with_every_claim(helmscope, tmp_path):
     assert (tmp_path / report["report"]).read_text() == html
 
 
+@pytest.mark.parametrize(
+    ("words", "models"),
+    [(("A", "tied"), ["A", "tied"]), (("--model", "A", "--model", "tied"), ["A", "tied"]), ((), [])],
+)
+def test_models_are_named_as_arguments_or_as_in_claims_test(monkeypatch, helmscope, words, models):
+    specs = []
+    monkeypatch.setattr("helmscope.cli.output.run_and_show", lambda spec, *args, **options: specs.append(spec))
+    assert helmscope("report", *words)[0] == 0
+    assert list(specs[0].models) == models
+
+
+def test_models_named_both_ways_are_refused(helmscope):
+    code, _, err = helmscope("report", "B", "--model", "A")
+    assert code == 2
+    assert "--model is A, but B is named without it: name all models one way" in err
+
+
 @pytest.mark.usefixtures("no_picture")
 def test_a_users_claims_have_a_page_too(helmscope, tmp_path):
     code, out, err = helmscope("report", "--from", str(PLANTED), "--out", "mine")

@@ -461,7 +461,7 @@ def test_a_state_that_is_not_finite_is_named():
         model.transformer.wte.weight[7] = 1e30  # whose square float32 does not hold
     recording = record(model, inputs)
     assert recording.certificate["finite"].ok is False
-    with pytest.raises(HelmscopeError, match=r"states are not finite .* prompt 2 at depth 0, token 5$"):
+    with pytest.raises(HelmscopeError, match=r"not finite .* prompt 2 at depth 0 \(input of layer 0\), token 5$"):
         hs.measure(recording, only=["arc_length"])
 
 
@@ -475,7 +475,7 @@ def test_a_state_that_is_not_finite_is_named_at_the_depth_of_a_resumed_run():
 
     lost = recording.resume(depth=2, states=recording.trajectory.states[2])
     lost = lost.under(hs.intervene.ReplaceKernel(function=broken, layers=[1]))
-    with pytest.raises(HelmscopeError, match=r"prompt 1 at depth 3, token 4$"):
+    with pytest.raises(HelmscopeError, match=r"prompt 1 at depth 3 \(layer 1\), token 4$"):
         _ = lost.trajectory
 
 
@@ -483,7 +483,7 @@ def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     lost = recording.under(hs.intervene.ReplaceKernel(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
-    with pytest.raises(HelmscopeError, match=r"not finite .* first that of prompt 0 at depth 1, token 0$"):
+    with pytest.raises(HelmscopeError, match=r"not finite .* first that of prompt 0 at depth 1 \(layer 0\), token 0$"):
         _ = lost.trajectory
     for states, said in [
         (recording.trajectory.states[2] * 3, "vector of length 3 "),

@@ -183,6 +183,58 @@ def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
             np.testing.assert_allclose(value.values.reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.fixture(scope="module")
+def twice():
+    """The same model as a recording and as a simulation; times are the depths at which a layer begins."""
+    model, attention, placement = same_blocks()
+    recording = record(model, torch.randint(9, (8, 12), generator=torch.Generator().manual_seed(0)))
+    block = hs.Block(attention, recording.forces[0].force, placement=placement)
+    start = recording.residual_stream(depth=0)
+    return recording, hs.integrate(block, start, times=[0.0, 1.0, 2.0], stepper=hs.Layer())
+
+
+OF_LAYERS = (
+    "kernel_statistics",
+    "attention_drift",
+    "attention_diffusion",
+    "mlp_force",
+    "mlp_weights",
+    "bistochasticity",
+    "gate_sparsity",
+    "effective_beta",
+    "attention_diffusion_spectrum",
+    "mlp_jacobian",
+    "mlp_swirl_bound",
+    "mobility_test",
+)
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_every_measurement_of_layers_is_the_same_of_a_simulation(name, twice):
+    recorded, simulated = (hs.measure(system, only=[name])[name] for system in twice)
+    assert set(recorded) == set(simulated)
+    for quantity, value in recorded.data_vars.items():
+        of = simulated[quantity]
+        wanted = of.isel({of.dims[0]: slice(2)}).values
+        np.testing.assert_allclose(value.values.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-9, err_msg=quantity)
+
+
+def test_divergences_flows_and_distances_are_the_same_of_a_simulation(twice):
+    """Where a model is estimated and a simulation exact, with enough signs and iterations; over depth, at the depths
+    that both have.
+    """
+    divergences = [hs.observe.attention_surface_divergence(each, random_signs=8) for each in twice]
+    for name in ("surface_divergence", "total_surface_divergence"):
+        recorded, simulated = (each[name].values for each in divergences)
+        np.testing.assert_allclose(recorded.reshape(2, 8), simulated[:2], rtol=1e-9, atol=1e-11)
+    grown = [hs.observe.perturbation_growth(each, iterations=30) for each in twice]
+    np.testing.assert_allclose(grown[0].singular_value.values, grown[1].singular_value.values, rtol=1e-6)
+    steps = [hs.observe.depth_steps(each) for each in twice]
+    ratios = [hs.observe.transport_ratio(each) for each in twice]
+    for name, (recorded, simulated) in {"net_angle": steps, "radius": steps, "ratio_from_start": ratios}.items():
+        np.testing.assert_allclose(recorded[name].values[::2], simulated[name].values, rtol=1e-9, err_msg=name)
+
+
 def test_a_resumed_recording_replays_its_layers():
     recording = record(tiny_model("bert", dtype=F64), inputs_of("bert"))
     states = recording.trajectory.states

@@ -22,6 +22,7 @@ from helmscope.observe.attention_diffusion import (
 )
 from helmscope.observe.attention_drift import AttentionDrift, attention_drift
 from helmscope.observe.head_moments import HEADS_NEED
+from helmscope.observe.mobility_test import mobility_test
 from helmscope.solve.integrate import integrate
 from helmscope.types import AttentionTensors, Half, HelmscopeError, ReplayContext
 from support.model_families import inputs_of, tiny_model
@@ -210,7 +211,21 @@ def test_no_spread_means_no_ratio(dtype):
     for run in (integrate(SA(beta=1.0), same, [0.0]), sharp):
         assert attention_diffusion(run).nu_token_sampling.values.tolist() == [[0.0, 0.0]]
         assert np.isnan(attention_drift(run).drift_ratio.values).all()
+        assert np.isnan(attention_diffusion_spectrum(run).effective_share.values).all()
     assert attention_drift(sharp).drift.values.max() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_equal_tokens_of_a_model_have_no_spectrum(family):
+    """Rotary phases leave values alone, so that they are equal up to rounding, which has no rank and no anisotropy."""
+    recording = record(tiny_model(family), torch.full((3, 9), 5))
+    found = attention_diffusion_spectrum(recording)
+    assert (found.total_rank == 0).all()
+    for name in ("anisotropy", "total_anisotropy", "smallest_eigenvalue", "effective_share_of_range"):
+        assert np.isnan(found[name].values).all(), name
+    assert np.isnan(mobility_test(recording, tokens=2).antisymmetric_share.values).all()
+    differ = attention_diffusion_spectrum(record(tiny_model(family), torch.arange(5, 14).expand(3, 9)))
+    assert (differ.total_rank > 0).all()
 
 
 def test_rows_above_1_have_a_drift_and_no_sampling_covariance():
@@ -238,6 +253,13 @@ def test_spectra_with_known_answers():
     assert [single[name].item() for name in ("anisotropy", "rank", "smallest_eigenvalue", "effective_share")] == (
         pytest.approx([1, 1, 0, 1 / 3])
     )
+    # eigenvalues 0, 1, 3 of a tangent space of three dimensions: the range has two, of mean 2
+    low = spectrum_statistics(torch.tensor([0.0, 0.0, 1.0, 3.0], dtype=F64), 3, 1e-6)
+    names = ("rank", "smallest_eigenvalue", "smallest_eigenvalue_of_range", "effective_share_of_range")
+    assert [low[name].item() for name in names] == pytest.approx([2, 0, 1 / 2, 16 / 10 / 2])
+    for full in (isotropic, spectrum_statistics(torch.tensor([1.0, 2.0, 5.0], dtype=F64), 3, 1e-6)):
+        for name in ("smallest_eigenvalue", "effective_share"):  # at full rank the range is the whole tangent space
+            assert full[f"{name}_of_range"].item() == pytest.approx(full[name].item(), rel=1e-14)
     nothing = spectrum_statistics(torch.zeros(4), 3, 1e-6)
     assert nothing.pop("rank") == 0
     assert all(math.isnan(value) for value in nothing.values())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 import helmscope as hs
-from helmscope.models.bundled_models import held_out_texts, validation_contexts
+from helmscope.models.bundled_models import BUNDLED_FOLDER, held_out_texts, validation_contexts
 from helmscope.models.load import load
 from helmscope.models.record import record
 from helmscope.observe.context_noise import (
+    FIRST_POSITION,
+    _choose,
     context_groups,
     context_noise,
     context_unsupported,
-    covariance_regression,
-    kolmogorov_distance,
 )
+from helmscope.observe.context_statistics import covariance_regression, kolmogorov_distance
 from helmscope.observe.head_moments import HEADS_NEED
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -139,6 +142,23 @@ def test_contexts_hold_no_held_out_text():
     for text in held_out_texts()[:8]:
         piece = " ".join(map(str, encode(text)["input_ids"][20:50])) + " "
         assert not any(piece in line for line in lines)
+
+
+def test_how_many_groups_the_validation_windows_have():
+    """975 groups of a word at a position in 16 of the 1,024 contexts; 862 without held-out texts, 809 of them from the
+    position on from which groups are drawn.
+    """
+    windows = np.load(BUNDLED_FOLDER / "validation.npy")
+    whole = np.concatenate([windows[:, :128], windows[:, 128:256]])
+
+    def count(contexts, first):
+        words = [(position, int(word)) for row in contexts for position, word in enumerate(row) if position >= first]
+        return sum(number >= 16 for number in Counter(words).values())
+
+    kept = validation_contexts()
+    assert (len(whole), count(whole, 0)) == (1024, 975)
+    assert (len(kept), count(kept, 0), count(kept, FIRST_POSITION)) == (768, 862, 809)
+    assert len(_choose(kept, None, 10_000, 16, FIRST_POSITION, 0)) == 809
 
 
 def test_refusals():

@@ -36,6 +36,46 @@ def random_mask(batch: int, n: int, seed: int = 0) -> torch.Tensor:
 # Mean and share of close pairs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("n", "d"), SIZES)
+def test_quantiles_are_those_of_numpy(n, d):
+    x, mask = hs.Uniform(n, d).sample(8, seed=n), random_mask(8, n)
+    levels = [0.0, 0.05, 0.5, 0.95, 1.0]
+    for weights in (None, mask, torch.rand(8, n, generator=torch.Generator().manual_seed(1), dtype=F64)):
+        m = torch.ones(8, n, dtype=F64) if weights is None else weights.to(F64)
+        path = hs.Trajectory(torch.zeros(1, dtype=F64), x[None], None if weights is None else m[None])
+        measured = hs.observe.inner_product_quantiles(path, quantiles=levels)
+        assert measured.inner_product_quantile.dims == ("time", "system", "quantile")
+        for cloud, mass, found in zip(x, m, measured.inner_product_quantile.values[0], strict=True):
+            pairs = [(float(cloud[i] @ cloud[j]), float(mass[i] * mass[j])) for i in range(n) for j in range(i)]
+            products, masses = np.array([pair for pair in pairs if pair[1] > 0]).T
+            expected = np.quantile(products, levels, method="inverted_cdf", weights=masses)
+            assert found == pytest.approx(expected, abs=1e-15)
+
+
+def test_quantiles_without_a_pair_and_with_wrong_levels():
+    one = hs.Trajectory(torch.zeros(1), E[:1].expand(1, 2, 1, 3))
+    alone = hs.Trajectory(
+        torch.zeros(1), E.expand(1, 2, 3, 3), torch.tensor([1.0, 0.0, 0.0], dtype=F64).expand(1, 2, 3)
+    )
+    for path in (one, alone):
+        assert np.isnan(hs.observe.inner_product_quantiles(path).inner_product_quantile).all()
+    for levels in ([], [0.5, 0.1], [0.5, 1.5]):
+        with pytest.raises(hs.HelmscopeError, match=r"quantiles is \["):
+            hs.observe.inner_product_quantiles(one, quantiles=levels)
+
+
+def test_shares_of_close_pairs_of_a_recording_are_no_flat_zero():
+    """Of A and of its untrained twin; tokens that have met, as in a simulation, there are none."""
+    texts = hs.models.story_texts()[:2]
+    for model in ("A", hs.models.untrained_twin(hs.load("A"), seed=1)):
+        recording = hs.record(model, texts)
+        share = hs.close_pair_shares(recording).close_pair_share
+        assert (share > 0).all()
+        assert float(share.max() - share.min()) > 1e-3
+        assert hs.close_pair_shares(recording, delta=1e-3).close_pair_share.median() == 0
+    assert share.attrs["long_name"] == "share of pairs with an inner product >= 0.5"
+
+
 def mean_by_loops(cloud: list) -> float:
     products = [sum(a * b for a, b in zip(x, y, strict=True)) for i, x in enumerate(cloud) for y in cloud[:i]]
     return math.fsum(products) / len(products)

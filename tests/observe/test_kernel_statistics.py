@@ -76,7 +76,7 @@ class Attending:
     def unsupported_reason(self, instrument):
         return None
 
-    def replay(self, *instruments):
+    def replay(self, *instruments, progress=None):
         """One system at a time."""
         path, batch = self.trajectory, self.trajectory.states.shape[1]
         start_instruments(

@@ -22,6 +22,7 @@ from helmscope.observe.mlp_weights import (
     gaussian_coherence,
     mlp_weights,
     neuron_alignment,
+    neuron_coherence,
     permuted_alignment,
     row_coherence,
     welch_bound,
@@ -141,10 +142,16 @@ def test_coherence_alignment_and_their_references():
     assert null.mean().item() == pytest.approx(table.mean().item(), abs=4 * null.std().item() / math.sqrt(4000))
     seen = mlp_weights(hs.integrate(dead, hs.sphere.retract(X[..., :2]), times=[0.0]))
     assert (seen.dead_neurons.item(), seen.alignment.item()) == pytest.approx((1, cosine.nanmean().item()))
+    half = math.sqrt(0.5)  # e_1, (1, 1), 0 and e_2: the second row is at 45 degrees to the other two
+    assert neuron_coherence(dead).tolist() == pytest.approx([half, half, math.nan, half], nan_ok=True, rel=1e-14)
+    assert seen.neuron_coherence[0].values.tolist() == pytest.approx([half, half, math.nan, half], nan_ok=True)
+    assert neuron_coherence(MLP(w_in=rows[2:], w_out=normal(2, 2))).isnan().all()
 
 
 def test_gates_below_a_threshold():
-    seen = gate_sparsity(hs.integrate(PLAIN, X, times=[0.0], mask=MASK), threshold=0.2, slope=0.5)
+    run = hs.integrate(PLAIN, X, times=[0.0], mask=MASK)
+    seen = gate_sparsity(run, threshold=0.2, slope=0.5, per_neuron=True)
+    assert "neuron" not in gate_sparsity(run).dims
     for system in range(3):
         z = [PLAIN.w_in @ x + PLAIN.b_in for x, real in zip(X[system], MASK[system], strict=True) if real]
         below = sum(float(v < 0.2) for token in z for v in token) / (HIDDEN * len(z))
@@ -152,6 +159,8 @@ def test_gates_below_a_threshold():
         silent = sum(all(token[j] < 0.2 for token in z) for j in range(HIDDEN)) / HIDDEN
         found = [seen[name][0, system].item() for name in ("gate_sparsity", "closed_gate_share", "silent_share")]
         assert found == pytest.approx([below, closed, silent])
+        each = [sum(float(token[j] < 0.2) for token in z) / len(z) for j in range(HIDDEN)]
+        assert seen.neuron_gate_sparsity[0, system].values.tolist() == pytest.approx(each)
 
 
 def test_weights_agree_with_the_training_history():
@@ -183,6 +192,42 @@ def test_the_projection_finds_a_gradient_and_a_rotated_one():
         < few.swirl_share_bound.mean()
         <= 1.2 * few.swirl_share_bound_quadratic.mean()
     )
+
+
+def test_the_bound_of_a_linear_force_at_tokens_of_covariance_diag_1_4():
+    """theory.md 000-3: M = [[0, 1], [0, 0]] and C = diag(1, 4) have the share 0.2, which does not depend on the size of
+    C: tokens (+-1, +-2) / sqrt 5 on the circle.
+    """
+    corners = torch.tensor([[1.0, 2.0], [1.0, -2.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=F64) / math.sqrt(5)
+    shear = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=F64)
+    mlp = MLP(w_in=torch.eye(2, dtype=F64), w_out=shear, activation=Identity())
+    found = mlp_swirl_bound(hs.integrate(mlp, corners.expand(4, 4, 2), times=[0.0]))
+    for name in ("swirl_share_bound", "swirl_share_bound_quadratic"):
+        assert found[name].values == pytest.approx(0.2, abs=1e-7)
+
+
+@pytest.mark.parametrize(("activation", "share"), [(ReLU(), 3 / 8), (Tanh(), 0.518716457384691)], ids=repr)
+def test_the_bound_of_a_neuron_that_writes_across_what_it_reads(activation, share):
+    """theory.md 000-3: 3/8 and .5187 under N(0, I), here at uniform tokens of S^15, whose law is close to it; quadratic
+    potentials alone leave more.
+    """
+    d = 16
+    x = hs.sphere.retract(torch.randn(4, 2048, d, dtype=F64, generator=torch.Generator().manual_seed(3)))
+    axes = torch.eye(d, dtype=F64)
+    mlp = MLP(w_in=math.sqrt(d) * axes[:1], w_out=axes[1:2].T, activation=activation)
+    found = mlp_swirl_bound(hs.integrate(mlp, x, times=[0.0]), tokens=8192)
+    assert found.swirl_share_bound.values.mean() == pytest.approx(share, abs=0.02)
+    assert float(found.swirl_share_bound_quadratic.mean()) > float(found.swirl_share_bound.mean()) + 0.005
+
+
+def test_an_mlp_without_a_live_neuron_is_constant_and_a_gradient():
+    """f = w s(c) + b_out = grad <f, x>: no swirl, with and without potentials of neurons."""
+    constant = MLP(w_in=0 * PLAIN.w_in, w_out=PLAIN.w_out, b_in=PLAIN.b_in, b_out=normal(D), activation=Tanh())
+    x = hs.sphere.retract(normal(4, 20, D))
+    for force in (constant, GatedMLP(w_gate=0 * GATED.w_gate, w_up=0 * GATED.w_up, w_out=GATED.w_out, b_out=normal(D))):
+        found = mlp_swirl_bound(hs.integrate(force, x, times=[0.0]))
+        assert found.swirl_share_bound.values.max() < 1e-20
+        assert found.swirl_share_bound_quadratic.values.max() < 1e-20
 
 
 def test_the_projection_of_a_rotation_is_all_swirl():

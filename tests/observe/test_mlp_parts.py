@@ -92,6 +92,7 @@ def test_values_of_tokens_on_request():
     seen = mlp_force(hs.integrate(PLAIN, x, times=[0.0], mask=mask), per_token=True)
     split = helmholtz(PLAIN).potential(x).where(mask, torch.nan)
     np.testing.assert_allclose(seen.token_potential_unit_sphere[0].values, split, rtol=1e-13)
+    np.testing.assert_allclose(seen.token_energy_unit_sphere[0].values, -split, rtol=1e-13)
     means = seen.token_antisymmetric_share.mean("token")
     np.testing.assert_allclose(means, seen.antisymmetric_share, rtol=1e-14)
 

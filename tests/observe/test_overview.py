@@ -40,10 +40,36 @@ def test_beta_of_a_simulation_is_that_of_its_field():
     refused(lambda: hs.overview(several), "beta is missing", "have several")
 
 
-def test_beta_must_be_given_where_there_is_none():
-    refused(lambda: hs.overview(hs.Trajectory(TIMES, STATES)), "beta is missing, and a Trajectory has none")
+def test_without_beta_the_energy_is_left_out():
+    path = hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt")
     run = hs.integrate(lambda x: 0 * x, torch.eye(3), times=[0.0])
-    refused(lambda: hs.overview(run), "beta is missing, and the field ")
+    for system in (path, hs.Trajectory(TIMES, STATES), run):
+        seen, full = hs.overview(system), hs.overview(system, beta=2.0)
+        assert set(full) - set(seen) == {"interaction_energy"}
+        assert seen.identical(full.drop_vars("interaction_energy").drop_attrs(deep=False).assign_attrs(seen.attrs))
+        assert set(full.attrs) - set(seen.attrs) == {"beta"}
+
+
+def test_clusters_per_token_are_those_of_a_hand_count():
+    """Five tokens on a circle at 0, 50, 100, 200 and 300 degrees, the last two of which are padding in one text."""
+    angles = torch.deg2rad(torch.tensor([0.0, 50.0, 100.0, 200.0, 300.0], dtype=torch.float64))
+    cloud = torch.stack([angles.cos(), angles.sin()], -1).expand(1, 2, 5, 2)
+    weights = torch.tensor([[[1.0] * 5, [1.0, 1.0, 1.0, 0.0, 0.0]]], dtype=torch.float64)
+    path = hs.Trajectory(torch.zeros(1), cloud, weights, axis="depth", replicate="prompt")
+    # within 57 degrees 0, 50 and 100 are one cluster; within 63 also 300; within 29 every token is alone
+    assert hs.overview(path, max_angle=1.0).clusters_per_token.values.tolist() == [[3 / 5, 1 / 3]]
+    assert hs.overview(path, max_angle=1.1).clusters_per_token.values.tolist() == [[2 / 5, 1 / 3]]
+    assert hs.overview(path, max_angle=0.5).clusters_per_token.values.tolist() == [[1.0, 1.0]]
+
+
+def test_longer_texts_have_more_clusters_but_no_more_of_them_per_token():
+    recording = hs.record(
+        "A", ["Once upon a time there was a cat.", "One day, a big dog ran to the red house. It sat."]
+    )
+    seen, tokens = hs.overview(recording), recording.trajectory.weights[0].sum(-1).numpy()
+    count = hs.track(recording, n=lambda x, weights: hs.cluster_count(x, max_angle=seen.max_angle, weights=weights)).n
+    assert seen.clusters_per_token.values == pytest.approx(count.values / tokens)
+    assert tokens[1] > 1.5 * tokens[0]
 
 
 def test_texts_without_pairs_are_named_by_a_warning():

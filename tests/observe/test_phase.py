@@ -14,7 +14,7 @@ import xarray as xr
 from scipy.integrate import solve_ivp
 
 import helmscope as hs
-from helmscope.observe import phase as module
+from helmscope.observe import phase_sweep as module
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_scheme_probability
@@ -204,7 +204,7 @@ def test_systems_that_have_met_end_and_it_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "close_pair_share", count)
     phase_diagram(hs.SA, **case)
     shorter = sum(looked)
-    monkeypatch.setattr(module._Sweep, "_meeting_is_final", lambda sweep, flow: False)
+    monkeypatch.setattr(module.Sweep, "_meeting_is_final", lambda sweep, flow: False)
     looked.clear()
     assert np.array_equal(phase_diagram(hs.SA, **case).probability.values, seen.probability.values)
     assert shorter < sum(looked)

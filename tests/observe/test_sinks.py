@@ -56,7 +56,7 @@ def of_head(kernel, value, first_query):
     return {
         "first_token_mass": mean,
         "sink_share": sum(weight > 0.3 for weight in lambdas) / len(lambdas),
-        "is_sink": float(mean > 0.3),
+        "sink": float(mean > 0.3),
         "row_mass": mass,
         "missing_mass": 1 - mass,
         "sink_value_norm_ratio": sum(ratios) / len(ratios),
@@ -155,7 +155,7 @@ def test_a_planted_sink():
     measured = attention_sinks(integrate(SA(beta=0.0, bias=bias), torch.eye(4, dtype=F64), [0.0]))
     assert measured.first_token_mass.dims == ("time", "system")
     assert measured.first_token_mass.item() == pytest.approx(0.7, abs=1e-14)
-    assert (measured.sink_share.item(), measured.is_sink.item()) == (1.0, 1.0)
+    assert (measured.sink_share.item(), measured.sink.item()) == (1.0, 1.0)
     assert measured.sink_value_norm_ratio.item() == pytest.approx(3**0.5, abs=1e-13)
 
 

@@ -182,18 +182,21 @@ def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
     assert seen.sizes == {"time": 3, "system": 4, "inner_product": 50}
 
 
-def test_the_overview_of_a_recording_takes_tokens_of_inner_product_0_9_for_close():
+def test_the_overview_of_a_recording_has_quantiles_and_clusters_per_token():
     of_flow = hs.overview(PLAIN, beta=1.0)
-    of_model = hs.overview(hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt"), beta=1.0)
+    path = hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt")
+    of_model = hs.overview(path, beta=1.0)
     assert (of_flow.delta, of_flow.max_angle) == (1e-3, 0.1)
-    assert (of_model.delta, of_model.max_angle) == (0.1, 0.45)
-    assert abs(math.cos(0.45) - 0.9) < 1e-3
-    same = hs.overview(PLAIN, beta=1.0, delta=0.1, max_angle=0.45)
-    assert (of_model.aligned_pair_share.values == same.close_pair_share.values).all()
-    assert "close_pair_share" not in of_model
-    assert of_model.aligned_pair_share.attrs["long_name"] == "share of pairs with an inner product of at least 0.9"
-    assert same.close_pair_share.attrs["long_name"] == "share of pairs that have met"
-    assert (of_model.cluster_count.values == same.cluster_count.values).all()
+    assert of_model.max_angle == pytest.approx(math.acos(0.5))
+    assert "delta" not in of_model.attrs
+    assert not {"close_pair_share", "cluster_count"} & set(of_model)
+    assert not {"inner_product_quantile", "clusters_per_token"} & set(of_flow)
+    same = hs.overview(PLAIN, beta=1.0, max_angle=math.pi / 3)
+    assert of_model.clusters_per_token.values == pytest.approx(same.cluster_count.values / STATES.shape[2])
+    chosen, same = hs.overview(path, delta=0.1), hs.overview(PLAIN, delta=0.1)
+    assert (chosen.close_pair_share.values == same.close_pair_share.values).all()
+    assert same.close_pair_share.attrs["long_name"] == "share of pairs with an inner product >= 0.9"
+    assert of_flow.close_pair_share.attrs["long_name"] == "share of pairs that have met"
 
 
 def test_overview_of_one_system():
@@ -264,3 +267,8 @@ def test_what_is_no_function_is_refused():
     says = r"order is 'str', but it must be a function of tokens f\(x, weights=...\)"
     with pytest.raises(hs.HelmscopeError, match=says):
         hs.track(PLAIN, order="str")
+
+
+def test_nothing_to_track_is_refused():
+    with pytest.raises(hs.HelmscopeError, match="quantities is empty, but track needs at least one function"):
+        hs.track(PLAIN)

@@ -51,9 +51,66 @@ def test_a_prediction_that_runs_away_leaves_the_measured_curve_legible() -> None
     curves = [DrawnCurve(np.arange(25.0), each, "black") for each in (measured, predicted)]
     cut_outlying(panel, curves, leading=curves[0])
     low, high = panel.get_ylim()
-    assert -8 < low < 0
+    assert -9 < low < 0
     assert 10 < high < 18
     assert marks(panel) == {"-2e+03": (24.0, low)}
+
+
+def covered(panel, values) -> list[tuple[str, float]]:
+    """The values of outlying points that cover a point of the curve that is not one of them."""
+    figure = panel.figure
+    figure.draw_without_rendering()
+    low, high = panel.get_ylim()
+    points = [(x, y) for x, y in enumerate(values) if low <= y <= high]
+    places = panel.transData.transform(points)
+    boxes = [(text.get_text(), text.get_window_extent()) for text in panel.texts]
+    return [
+        (name, x)
+        for name, box in boxes
+        for (x, _), (px, py) in zip(points, places, strict=True)
+        if box.contains(px, py)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "named"), [([27.6], "27.6"), ([27.6, 17.0], "27.6, 17"), ([27.6, 17.0, 12.0], "27.6, 17, 12")]
+)
+def test_every_outlying_point_is_an_arrow_and_no_value_covers_a_point(first: list[float], named: str) -> None:
+    values = np.array([*first, *np.geomspace(2.6, 0.3, 22)])
+    for sign in (1, -1):
+        data = xr.Dataset({"kl": ("depth", sign * values), "kl_stderr": ("depth", 0 * values)}, attrs={"n": 8})
+        panel = hs.plot(data).axes[0]
+        arrows = [line.get_xdata().tolist() for line in panel.lines if line.get_label() == "_outlying"]
+        assert arrows == [[*range(len(first))]]
+        assert [text.get_text().replace("-", "") for text in panel.texts] == [named]
+        assert covered(panel, sign * values) == []
+
+
+def test_values_of_several_curves_stand_side_by_side_or_in_lines() -> None:
+    curves = [np.array([*first, *np.linspace(0.3, 0.5, 22)]) for first in ([27.0, 17.0], [0.4, 30.0], [0.5, 0.4])]
+    data = {
+        f"model {k}": xr.Dataset({"kl": ("depth", curve), "kl_stderr": ("depth", 0 * curve)}, attrs={"n": 8})
+        for k, curve in enumerate(curves)
+    }
+    figure = hs.plot(data)
+    panel = figure.axes[0]
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in panel.texts]
+    assert [text.get_text() for text in panel.texts] == ["27, 17", "30"]
+    assert not boxes[0].overlaps(boxes[1])
+    assert not any(covered(panel, curve) for curve in curves)
+
+
+def test_a_curve_of_which_much_is_far_out_and_bands_stay_in_view() -> None:
+    rising, constant = np.r_[np.linspace(73, 118, 10), np.full(15, 124.0)], np.full(25, 128.0)
+    _, (panel,) = new_figure(1, 1)
+    cut_outlying(panel, [DrawnCurve(np.arange(25.0), each, "black") for each in (rising, constant, constant)])
+    assert not panel.texts
+    values, size = np.array([9.0, *np.linspace(0.7, 0.8, 11)]), 0.06
+    cut_outlying(panel, [DrawnCurve(np.arange(12.0), values, "black", values - size, values + size)])
+    low, high = panel.get_ylim()
+    assert low <= 0.64
+    assert 0.86 <= high < 1.0
 
 
 def test_predictions_are_laid_over_what_is_measured_with_their_misfit() -> None:

@@ -157,10 +157,10 @@ def test_measurements_of_a_simulation_over_time():
 
 def test_an_overview_has_the_figure_that_simulate_writes():
     measured = hs.overview(simulation(), beta=1.0)
-    titles = [panel.get_title() for panel in hs.plot(measured).axes]
-    assert titles == [panel.get_title() for panel in hs.plots.overview_figure(measured).axes]
-    assert titles[0] == "do tokens meet?"
-    assert hs.plot(measured).get_suptitle() == "5 systems; bands: 95 % interval"
+    assert svg(hs.plot(measured)) == svg(hs.plots.overview_figure(measured))
+    titles = [panel.get_title(loc="left") for panel in hs.plot(measured).axes]
+    assert titles[0] == "share of pairs that have met"
+    assert hs.plot(measured).get_suptitle().startswith("mean over 5 systems; band: 95 % interval")
 
 
 def test_losses_with_and_without_edits_have_different_titles():
@@ -202,11 +202,11 @@ def test_a_log_axis_needs_decades_or_a_request():
     assert hs.plot(narrow).get_suptitle() == "median over 2 prompts; band: range about the median"
 
 
-def test_variables_beyond_twelve_are_counted():
+def test_variables_beyond_twelve_are_named():
     many = xr.Dataset({f"x{k}": ("prompt", [1.0, 2.0]) for k in range(14)})
     figure = hs.plot(many)
     assert len(figure.axes) == 12
-    assert figure.get_suptitle().endswith("2 variables not shown")
+    assert figure.get_suptitle().endswith("not shown: x12, x13")
 
 
 DEEP = xr.Dataset({"x": (("layer", "head", "bin", "prompt"), np.zeros((2, 2, 2, 2)))})
@@ -239,7 +239,71 @@ def test_the_room_exports_its_figures():
     assert hs.plots.measurement_figure(ONE).axes
 
 
-def test_no_cell_of_a_map_reads_0_for_a_number_that_is_not_0():
+def test_the_numbers_of_a_map_have_one_format_and_none_reads_0_that_is_not_0():
     nu = np.array([[3.1e-4, 0.27], [0.0, 4.2e-6]])
-    figure = hs.plot(xr.Dataset({"nu": (("layer", "head", "prompt"), np.stack([nu, nu], -1))}))
-    assert [text.get_text() for text in figure.axes[0].texts] == ["3.1e-04", "0.27", "0.00", "4.2e-06"]
+    assert numbers_of(nu) == ["3.1e-4", "2.7e-1", "0", "4.2e-6"]  # most are too small for decimals
+    loss = np.array([[0.35, 0.02, -0.01], [-0.06, 0.03, 7e-5], [-0.02, 0.01, 0.0]])
+    assert numbers_of(loss) == ["0.35", "0.02", "-0.01", "-0.06", "0.03", "≈0", "-0.02", "0.01", "0.00"]
+
+
+def test_numbers_are_in_cells_that_can_hold_them():
+    """Six heads fit with four letters each, not with six; twelve with neither, and four layers but not a hundred."""
+    assert len(numbers_of(np.linspace(0.1, 0.4, 24).reshape(4, 6))) == 24
+    assert numbers_of(np.linspace(1.1e-7, 4.1e-7, 24).reshape(4, 6)) == []
+    assert numbers_of(np.linspace(0.1, 0.4, 48).reshape(4, 12)) == []
+    wide = xr.Dataset({f"x{k}": (("layer", "head", "prompt"), RNG.random((4, 6, 3))) for k in range(3)})
+    figure = hs.plot(wide)
+    figure.draw_without_rendering()
+    for panel in figure.axes[:3]:
+        cell = panel.get_window_extent().width / 6
+        assert panel.texts
+        assert max(text.get_window_extent().width for text in panel.texts) < cell
+
+
+def numbers_of(values: np.ndarray) -> list[str]:
+    """The texts in the cells of the second of three maps."""
+    data = xr.Dataset({name: (("layer", "head", "prompt"), np.stack([values, values], -1)) for name in "abc"})
+    return [text.get_text() for text in hs.plot(data).axes[1].texts]
+
+
+def clouds() -> xr.Dataset:
+    """A variable of three sets of pairs, as ``cloud_statistics`` has it."""
+    values = RNG.random((5, 4, 3))
+    axes = {"pairs": ["distant", "all", "as printed"], "depth": DEPTHS}
+    return xr.Dataset({"mean": (("depth", "prompt", "pairs"), values)}, axes)
+
+
+def test_colors_are_measurements_and_line_styles_their_entries_with_legends_beside_the_data():
+    figure = hs.plot({name: clouds() for name in ("A", "twin 1", "twin 2")})
+    (panel,) = figure.axes
+    lines = [panel.lines[3 * k : 3 * k + 3] for k in range(3)]
+    assert [len({line.get_color() for line in group}) for group in lines] == [1, 1, 1]
+    assert len({group[0].get_color() for group in lines}) == 3
+    assert len({line.get_linestyle() for line in lines[0]}) == 3
+    styles = [[line.get_linestyle() for line in group] for group in lines]
+    assert styles[0] == styles[1] == styles[2]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["distant", "all", "as printed"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "twin 1", "twin 2"]
+    assert [line.get_color() for line in figure.legends[0].get_lines()] == [group[0].get_color() for group in lines]
+    figure.draw_without_rendering()
+    assert panel.get_legend().get_window_extent().y0 >= panel.get_window_extent().y1
+    assert panel.get_legend().get_window_extent().y1 <= panel._left_title.get_window_extent().y0
+    (alone,) = hs.plot(clouds()).axes
+    assert len({line.get_color() for line in alone.lines}) == 3
+
+
+def test_rounding_is_not_magnified_and_axes_have_no_offset():
+    dims, noise = ("depth", "prompt"), np.linspace(0, 1, 20).reshape(5, 4)
+    data = xr.Dataset(
+        {"radius": (dims, 2 + 2e-7 * noise), "real": (dims, 2 + 2e-3 * noise), "small": (dims, 3e-7 * noise)}
+    )
+    figure = hs.plot(data)
+    figure.draw_without_rendering()
+    rounding, real, small = figure.axes
+    assert rounding.get_ylim() == pytest.approx((1.9, 2.1), abs=1e-3)
+    assert np.ptp(real.get_ylim()) < 3e-3
+    for panel in figure.axes:
+        assert panel.yaxis.get_offset_text().get_text() == ""
+    for panel in (real, small):
+        values = [float(text.get_text().replace("−", "-")) for text in panel.get_yticklabels()]
+        assert values == pytest.approx(panel.get_yticks(), abs=1e-12)

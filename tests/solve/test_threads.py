@@ -129,6 +129,6 @@ def test_the_largest_matrix_of_two_clouds_has_the_pairs_of_both():
 
 
 def test_pieces_of_phase_diagrams_are_small():
-    from helmscope.observe.phase import PAIRS
+    from helmscope.observe.phase_sweep import PAIRS
 
     assert PAIRS["cpu"] <= SMALL

@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from helmscope.types import HelmscopeError, Judgment, Region, Ruling, check_integer, check_name, region_text
+from helmscope.types import (
+    HelmscopeError,
+    Judgment,
+    Region,
+    Ruling,
+    check_integer,
+    check_name,
+    one_line_repr,
+    region_text,
+)
 
 Constant = float | int | str | list[float | int | str]
 OWN_WORK = "own work"  # the source of an entry that states none
@@ -132,6 +141,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     controls: tuple[ControlCase, ...] = ()
     constants: dict[str, Constant] = msgspec.field(default_factory=dict)
     history: tuple[Change, ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Entry {self.id}, version {self.version}: {self.statement}")
 
     @property
     def hash(self) -> str:

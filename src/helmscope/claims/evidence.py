@@ -16,7 +16,8 @@ from helmscope.stats.replicates import numbers
 from helmscope.stats.ruling import Layers, rule, rule_every, rule_some, sample_size
 from helmscope.stats.scales import PLAIN, Scale
 from helmscope.stats.sign_flip import sign_flip
-from helmscope.types import HelmscopeError, Interval, Region, Ruling, interval_text, pluralized
+from helmscope.types import HelmscopeError, Interval, Region, Ruling, check_integer, interval_text, pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -60,7 +61,7 @@ class Evidence(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Replicates:
+class Replicates(ConciseRepr):
     """One value per replicate, with the confidence interval of their mean: Student's, or bootstrap-t if ``skewed``.
 
     ``of`` names what the replicates are: seeds, starts or prompts, never the tokens of one prompt. The mean is taken on
@@ -92,7 +93,7 @@ class Count:
     """The number of successes among n replicates, with the Clopper-Pearson interval of the success rate.
 
     Set ``refutes`` to False if a failure may have another cause, such as a run that was too short: the ruling is then
-    supported or inconclusive, never refuted.
+    supported or inconclusive, never refuted. Raises HelmscopeError unless 0 <= successes <= n and n >= 1.
 
     >>> Count(0, 32, of="starts", refutes=False).weigh(Region(text="at least .9", low=0.9)).ruling.value
     'inconclusive'
@@ -102,6 +103,11 @@ class Count:
     n: int
     of: str = "seeds"
     refutes: bool = True
+
+    def __post_init__(self) -> None:
+        n = check_integer("n", self.n, at_least=1)
+        if check_integer("successes", self.successes, at_least=0) > n:
+            raise HelmscopeError(f"successes is {self.successes}, but it must be at most n, which is {n}")
 
     def weigh(self, region: Region) -> Assessment:
         """Rule as for ``Replicates``; with ``refutes=False``, inconclusive instead of refuted."""
@@ -114,7 +120,7 @@ class Count:
 
 
 @dataclass(frozen=True, eq=False)
-class IdentityErrors:
+class IdentityErrors(ConciseRepr):
     """The errors of an identity, one per random input, at 1,000 inputs or more; the statistic is the largest error.
 
     The interval is the range of the errors, not a confidence interval; a single input beyond the bound refutes.
@@ -146,7 +152,7 @@ class IdentityErrors:
 
 
 @dataclass(frozen=True, eq=False)
-class AbsoluteDifference:
+class AbsoluteDifference(ConciseRepr):
     """Signed differences, one per replicate, for a claim that two quantities differ by at least some amount; the
     statistic is |mean difference|, so that the claim can be refuted.
 
@@ -177,7 +183,7 @@ def _magnitude(signed: Interval) -> Interval:
 
 
 @dataclass(frozen=True, eq=False)
-class PairedDifferences:
+class PairedDifferences(ConciseRepr):
     """Differences of two arms on the same replicates, one per replicate, with Student's interval of their mean.
 
     >>> at_most = Region(text="at most -.05", high=-0.05)
@@ -195,7 +201,7 @@ class PairedDifferences:
 
 
 @dataclass(frozen=True, eq=False)
-class AbsoluteDifferenceInEveryCase:
+class AbsoluteDifferenceInEveryCase(ConciseRepr):
     """Signed differences in several cases, all of which must differ by at least some amount, whatever their sign; the
     case nearest to failing is reported.
 
@@ -235,7 +241,7 @@ def _estimate(assessment: Assessment) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class ReplicatesInEveryCase:
+class ReplicatesInEveryCase(ConciseRepr):
     """One vector of replicates per case (a layer, a beta), for a claim that must hold in every case; reports the case
     nearest to failing. ``names`` labels the cases.
 
@@ -255,7 +261,7 @@ class ReplicatesInEveryCase:
 
 
 @dataclass(frozen=True, eq=False)
-class ReplicatesInSomeCase:
+class ReplicatesInSomeCase(ConciseRepr):
     """One vector of replicates per case, for a claim that must hold in at least one case; reports the case that
     satisfies it best.
 
@@ -275,7 +281,7 @@ class ReplicatesInSomeCase:
 
 
 @dataclass(frozen=True)
-class PremiseImpossible:
+class PremiseImpossible(ConciseRepr):
     """The statement that a claim's premise cannot hold for this subject, and the reason.
 
     >>> PremiseImpossible("only the identity is causal and bistochastic").weigh(Region(text="below .1", high=0.1)).basis
@@ -294,7 +300,7 @@ class PremiseImpossible:
 
 
 @dataclass(frozen=True)
-class Inconclusive:
+class Inconclusive(ConciseRepr):
     """The statement that a subject has too little for a ruling, such as too few prompts, and what is missing.
 
     >>> Inconclusive("the claim needs 32 different texts").weigh(Region(text="below .1", high=0.1)).ruling.value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.evidence import Evidence, Inconclusive, PremiseImpossible
 from helmscope.types import Attachment, HelmscopeError, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -21,7 +22,7 @@ def _empty_measurement() -> xr.Dataset:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Finding:
+class Finding(ConciseRepr):
     """The result of one experiment: the evidence for its claim, the controls, and the data to plot.
 
     ``evidence`` holds one Evidence per condition of the catalogue entry, by name; for a claim with one condition it may

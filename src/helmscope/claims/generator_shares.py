@@ -154,7 +154,7 @@ class BlockShares:
             "probe_value",
             np.broadcast_to(shown, (self.measured.sizes["prompt"], *shown.shape)),
             {"angle": angles.tolist(), "probe": (chosen + 1).tolist(), "kind": bank.names},
-            label="the probes, the same for all prompts, from least to largest value over the angle from their axes",
+            label="the probes, from least to largest value over the angle from their axes",
             over="prompt",
         )
 

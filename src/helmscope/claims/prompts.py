@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from helmscope.claims.finding import Finding
 from helmscope.types import pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from helmscope.claims.registry import TrialCase
@@ -23,7 +24,7 @@ JOINED = 64  # texts that are joined to a long prompt, more than enough
 
 
 @dataclass(frozen=True)
-class ChosenPrompts:
+class ChosenPrompts(ConciseRepr):
     """The prompts of a trial. ``texts`` are texts of the subject, or rows of token ids cut to a length;
     ``first_tokens`` is their number of distinct first tokens. ``too_few`` says in a sentence why so few prompts decide
     nothing, and ``alike`` why prompts that begin alike do not; both are "" if the prompts suffice.

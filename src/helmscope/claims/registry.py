@@ -21,6 +21,7 @@ from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
 from helmscope.types import HelmscopeError, check_integer, check_name, check_real, check_seed, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ BOX_MODELS = (Subject("A"), Subject("B"), Subject("tied"))  # the bundled models
 
 
 @dataclass(frozen=True)
-class TrialCase:
+class TrialCase(ConciseRepr):
     """The conditions of one run of an experiment: its seed, its subject, and whether it is quick (fewer replicates).
 
     ``subject`` is the simulation or a model, ``other`` an optional second model; ``entry`` is the catalogue entry of
@@ -325,9 +326,8 @@ def registered(claim: str, claims_folder: str | Path | None = None) -> Registere
     if chosen is None and claims_folder is None:
         raise HelmscopeError(f"claim '{claim}' has no experiment yet: `helmscope claims list` shows which can be tried")
     if chosen is None:
-        raise HelmscopeError(
-            f"{claim}.toml in {claims_folder} has no experiment: no function is decorated with @experiment('{claim}')"
-        )
+        why = f"no function is decorated with @experiment('{claim}')"
+        raise HelmscopeError(f"{claim}.toml in {claims_folder} has no experiment: {why}")
     return chosen
 
 

@@ -8,6 +8,8 @@ from importlib import resources
 
 import msgspec
 
+from helmscope.types import one_line_repr
+
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A source of claims. ``number`` is its short number, ``identifier`` and ``link`` are empty if there is none.
@@ -22,6 +24,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     date: str
     identifier: str
     link: str
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Source {self.number}: {self.citation}")
 
     @property
     def citation(self) -> str:

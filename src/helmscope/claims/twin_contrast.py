@@ -9,13 +9,14 @@ import numpy as np
 
 from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.stats.intervals import mean_interval
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
 
 
 @dataclass(frozen=True, eq=False)
-class TwinContrast:
+class TwinContrast(ConciseRepr):
     """A statistic of a trained model minus that of its untrained twins on the same prompts, D_kp = trained_p - twin_kp.
 
     It has two intervals, since both prompts and random weights vary: over prompts, of the mean of D_kp over these

@@ -6,7 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from helmscope.cli.options import AllowMixed, AsJson, MaxMemory, Nu, OnRay, Resume, Threads, Workers
+from helmscope.cli.options import AllowMixed, AsJson, MaxMemory, Nu, OnRay, Plot, Resume, Threads, Workers
+
+Strength = Annotated[
+    float | None, typer.Option(help="Height h of the force's potential U = h <x, e>, e the first axis [default: 1].")
+]
+Swirl = Annotated[
+    float | None, typer.Option(help="Speed of the force's rotation from the first axis to the second [default: 0].")
+]
+Process = Annotated[
+    str | None,
+    typer.Option(help="Process of anisotropic noise: chain, stratonovich, ito or divergence [default: chain]."),
+]
 
 
 def density(
@@ -17,21 +28,13 @@ def density(
     value: Annotated[
         float | None, typer.Option(help="Value matrix V = value * I; negative values repel [default: 1].")
     ] = None,
-    strength: Annotated[
-        float | None,
-        typer.Option(help="Height h of the force's potential U = h <x, e>, e the first axis [default: 1]."),
-    ] = None,
-    swirl: Annotated[
-        float | None, typer.Option(help="Speed of the force's rotation from the first axis to the second [default: 0].")
-    ] = None,
+    strength: Strength = None,
+    swirl: Swirl = None,
     nu: Nu = 0.1,
     nu_axis: Annotated[
         float | None, typer.Option(help="Strength of the noise along the first axis [default: nu, isotropic noise].")
     ] = None,
-    process: Annotated[
-        str | None,
-        typer.Option(help="Process of anisotropic noise: chain, stratonovich, ito or divergence [default: chain]."),
-    ] = None,
+    process: Process = None,
     start: Annotated[
         str, typer.Option(help="Density at t = 0: uniform with a perturbation, or vmf (von Mises-Fisher).")
     ] = "uniform",
@@ -59,7 +62,7 @@ def density(
     workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
-    plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
+    plot: Plot = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/density-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,

@@ -6,11 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
-from helmscope.cli.options import AllowMixed, AsJson, Device, MaxMemory, OnRay, Resume, Texts, Threads, Workers
+from helmscope.cli.options import (
+    AllowMixed,
+    AsJson,
+    Device,
+    MaxMemory,
+    NamedModel,
+    OnRay,
+    Plot,
+    Resume,
+    Texts,
+    Threads,
+    Workers,
+)
 
 
 def measure(
-    model: Annotated[str, typer.Argument(help="A, B, tied, a folder or a Hub id.")] = "A",
+    model: Annotated[str | None, typer.Argument(help="A, B, tied, a folder or a Hub id [default: A].")] = None,
+    named: NamedModel = None,
     texts: Texts = None,
     text_count: Annotated[
         int | None, typer.Option(help="Number of texts [default: 64; 32 if quick or of interventions].")
@@ -22,7 +35,8 @@ def measure(
         bool, typer.Option("--quick/--full", help="Fewer and shorter texts, and smaller samples.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Name of a measurement; may be repeated [default: all of them].")
+        list[str] | None,
+        typer.Option(help="Names of measurements, separated by commas; may be repeated [default: all of them]."),
     ] = None,
     interventions: Annotated[
         bool,
@@ -34,7 +48,7 @@ def measure(
     workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
-    plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
+    plot: Plot = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/measure-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,
@@ -44,7 +58,7 @@ def measure(
     as means with intervals, to a CSV file, with one picture of all.
     """
     options = locals()
-    from helmscope.cli.options import check_plot, make_engine, make_spec
+    from helmscope.cli.options import check_plot, chosen_models, make_engine, make_spec, parse_names
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import MeasurementSpec
 
@@ -53,7 +67,8 @@ def measure(
 
         return measurements_figure(result.measured, title=result.spec.title)
 
-    spec = make_spec(MeasurementSpec, options | {"only": only or []})
+    models = chosen_models([] if model is None else [model], None if named is None else [named])
+    spec = make_spec(MeasurementSpec, options | {"only": parse_names(only), "model": models[0] if models else "A"})
     engine = make_engine(workers, max_memory, threads, ray)
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": draw}
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

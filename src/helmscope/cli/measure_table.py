@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from helmscope.jobs import MeasurementResult
 
 MEAN = "mean"
+REASONS = {"not_tried": "without", "undetermined": "undefined because"}  # attributes that say what is missing, and why
 
 
 def show_measurements(result: MeasurementResult, as_json: bool) -> None:
@@ -32,8 +33,9 @@ def show_measurements(result: MeasurementResult, as_json: bool) -> None:
             rows[variable] |= {"n": summary["n"], "of": summary["of"]}
         report["measured"][name] = rows
     report["skipped"] = dict(result.skipped)
-    parts = {name: each.attrs.get("not_tried") for name, each in result.measured.items()}
-    report["not_tried"] = {name: text for name, text in parts.items() if text}
+    for reason in REASONS:
+        texts = {name: each.attrs.get(reason) for name, each in result.measured.items()}
+        report[reason] = {name: text for name, text in texts.items() if text}
     report["tables"] = {name: str(path) for name, path in result.tables.items()}
     if result.picture is not None:
         report["picture"] = str(result.picture)
@@ -47,8 +49,9 @@ def show_measurements(result: MeasurementResult, as_json: bool) -> None:
         for variable, row in rows.items():
             where = "" if row["of"] == MEAN else f", at the {row['of']}"
             print(f"{printable(variable):>32}: {estimate_text(row['value'], row['low'], row['high'])}{where}")
-        if name in report["not_tried"]:
-            print(f"{'without':>32}: {printable(report['not_tried'][name])}")
+        for reason, label in REASONS.items():
+            if name in report[reason]:
+                print(f"{label:>32}: {printable(report[reason][name])}")
         if name in report["tables"]:
             print(f"{'table':>32}: {printable(report['tables'][name])}")
     for key in ("picture", "folder"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -39,6 +39,10 @@ Models = Annotated[
         help="Model to test the claims on: A, B, tied, a folder or a Hub id; may be repeated [default: by claim].",
     ),
 ]
+NamedModels = Annotated[
+    list[str] | None, typer.Option("--model", help="The same as the argument, as in claims test; may be repeated.")
+]
+NamedModel = Annotated[str | None, typer.Option("--model", help="The same as the argument, as in claims test.")]
 Texts = Annotated[
     str | None,
     typer.Option(help="Texts for the model: a file with one per line, or a JSON list [default: the packaged texts]."),
@@ -57,6 +61,7 @@ Workers = Annotated[int, typer.Option(help="Units of work to run in parallel, ea
 MaxMemory = Annotated[str | None, typer.Option(help="Memory limit for all workers together, for example 4GB.")]
 OnRay = Annotated[str | None, typer.Option("--ray", help="Run on Ray: local, or the address of a cluster.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in --out.")]
+Plot = Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")]
 AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Allow resuming with other versions, threads or CPU.")]
 
 
@@ -80,6 +85,18 @@ def make_engine(workers: int, max_memory: str | None, threads: int, ray: str | N
 def make_spec(kind: type[S], options: Mapping[str, Any]) -> S:
     """The spec whose fields have the values of a verb's options."""
     return kind(**{name: options[name] for name in kind.__struct_fields__ if name in options})
+
+
+def parse_names(words: Sequence[str] | None) -> list[str]:
+    """The names in an option that may be repeated, and whose values are lists separated by commas: ``--only a,b``."""
+    return [name.strip() for word in words or [] for name in word.split(",")]
+
+
+def chosen_models(argument: Sequence[str], option: Sequence[str] | None) -> list[str]:
+    """The models given as arguments or with ``--model``; raises ``HelmscopeError`` if both are given."""
+    if argument and option:
+        raise HelmscopeError(f"--model is {option[0]}, but {argument[0]} is named without it: name all models one way")
+    return [*argument, *(option or [])]
 
 
 def parse_numbers(text: str | None) -> Any:

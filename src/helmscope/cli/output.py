@@ -29,7 +29,7 @@ def run_and_show(
     resume: bool,
     allow_mixed: bool,
     as_json: bool = False,
-    draw: Callable[[Any], Figure] | None = None,
+    draw: Callable[[Any], Figure | None] | None = None,
     plot: Path | None = None,
 ) -> Result:
     """Run a spec, print the result and return it.
@@ -60,8 +60,12 @@ def run_and_show(
     for note in result.notes:
         print_status(note)
     if draw is not None and plot is not None:
-        draw(result).save(plot)
-        result = replace(result, picture=plot)  # type: ignore[call-arg]  # the result of a job that has a picture
+        figure = draw(result)
+        if figure is None:
+            print_status(f"--plot: {plot} is not written, because an incomplete run has no picture")
+        else:
+            figure.save(plot)
+            result = replace(result, picture=plot)  # type: ignore[call-arg]  # the result of a job that has a picture
     show(result, as_json=as_json)
     return result
 

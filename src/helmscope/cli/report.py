@@ -10,6 +10,7 @@ from helmscope.cli.options import (
     AllowMixed,
     From,
     MaxMemory,
+    NamedModels,
     OnRay,
     Other,
     Quick,
@@ -27,6 +28,7 @@ def report(
         list[str] | None,
         typer.Argument(help="Models to test the claims on: A, B, tied, folders or Hub ids [default: A, B and tied]."),
     ] = None,
+    named: NamedModels = None,
     quick: Quick = False,
     claims_folder: From = None,
     texts: Texts = None,
@@ -44,10 +46,10 @@ def report(
 ) -> None:
     """Test every claim that has an experiment, on each model, and write report.html, one self-contained page."""
     options = locals()
-    from helmscope.cli.options import make_engine, make_spec
+    from helmscope.cli.options import chosen_models, make_engine, make_spec
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import ReportSpec
 
     engine = make_engine(workers, max_memory, threads, ray)
-    spec = make_spec(ReportSpec, options | {"models": model or []})
+    spec = make_spec(ReportSpec, options | {"models": chosen_models(model or [], named)})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,12 +16,24 @@ from helmscope.cli.options import (
     MaxMemory,
     Nu,
     OnRay,
+    Plot,
     Resume,
     Threads,
     Tokens,
     Value,
     Workers,
 )
+
+Stepper = Annotated[
+    str | None,
+    typer.Option(
+        help="adaptive [default], euler, heun, rk4, layer, unprojected-euler, geodesic-...; with noise "
+        "euler-maruyama [default], stochastic-heun, noisy-layer."
+    ),
+]
+Step = Annotated[
+    float | None, typer.Option(help="Step size of the non-adaptive steppers [default: 0.05, with noise 0.02].")
+]
 
 
 def simulate(
@@ -38,17 +50,8 @@ def simulate(
     kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
     batch: Annotated[int, typer.Option(help="Number of independent systems.")] = 16,
     times: Annotated[str, typer.Option(help="Times of the stored states: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
-    stepper: Annotated[
-        str | None,
-        typer.Option(
-            help="adaptive [default], euler, heun, rk4, layer, unprojected-euler, geodesic-...; with noise "
-            "euler-maruyama [default], stochastic-heun, noisy-layer."
-        ),
-    ] = None,
-    step: Annotated[
-        float | None,
-        typer.Option(help="Step size of the non-adaptive steppers [default: 0.05, with noise 0.02]."),
-    ] = None,
+    stepper: Stepper = None,
+    step: Step = None,
     tol: Annotated[float | None, typer.Option(help="Local error tolerance of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens that are closer than this, in radians.")] = None,
     summation: Annotated[
@@ -66,6 +69,7 @@ def simulate(
     workers: Workers = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
+    plot: Plot = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,
@@ -73,10 +77,19 @@ def simulate(
 ) -> None:
     """Integrate self-attention on the sphere and write states, measurements and a picture to a run folder."""
     options = locals()
-    from helmscope.cli.options import make_engine, make_spec, parse_numbers
+    from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import SimulationSpec
 
+    def draw(result: Any) -> Any:
+        from helmscope.jobs.simulate import picture_title
+        from helmscope.plots.overview import overview_figure
+
+        if result.overview is None:
+            return None
+        return overview_figure(result.overview, title=picture_title(result.spec))
+
+    picture: dict[str, Any] = {"plot": check_plot(plot), "draw": draw}
     spec = make_spec(SimulationSpec, options | {"times": parse_numbers(times)})
     engine = make_engine(workers, max_memory, threads, ray)
-    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

@@ -45,7 +45,7 @@ __all__ = [
     "from_name",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "GELU")
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ class GradientBasis:
         if isinstance(mlp, GatedMLP):
             return cls(mlp, size, None, "none")
         live = mlp.w_in.any(-1)
+        if not bool(live.any()):  # a constant force: quadratic potentials suffice, and the neuron here writes nothing
+            axis = torch.eye(mlp.dim, dtype=mlp.w_in.dtype, device=mlp.w_in.device)[:1]
+            return cls(MLP(w_in=axis, w_out=0 * axis.mT, activation=mlp.activation), size, None, "none")
         mlp = replace(
             mlp, w_in=mlp.w_in[live], w_out=mlp.w_out[:, live], b_in=None if mlp.b_in is None else mlp.b_in[live]
         )

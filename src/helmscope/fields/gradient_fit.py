@@ -24,11 +24,15 @@ import torch
 from helmscope.fields.gradient_basis import Family, GradientBasis
 from helmscope.fields.mlp import MLP, GatedMLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, type_with_article
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 ITERATIONS = 60  # of conjugate gradients
 
@@ -194,7 +198,7 @@ def _gram(families: list[Family], weights: Float[Tensor, " tokens"]) -> Float[Te
 
 
 @dataclass(frozen=True, eq=False)
-class FittedGradient:
+class FittedGradient(ConciseRepr):
     """grad U = S (x - m) + b + the fields of the basis by their coefficients; made by ``fit_gradient``.
 
     >>> still = MLP(w_in=torch.eye(2), w_out=torch.eye(2))
@@ -225,17 +229,19 @@ class FittedGradient:
         return total
 
 
+@shows_progress("fitting a gradient")
 def fit_gradient(
     mlp: MLP | GatedMLP,
     x: Float[Tensor, "points d"],
     weights: Float[Tensor, " points"] | None = None,
     *,
     ridge: float = 1e-8,
+    progress: ProgressOption = None,
 ) -> FittedGradient:
     """The gradient of the basis above that fits the force of an MLP best at weighted points x.
 
     ``ridge`` is added to the Gram matrix of the neurons' fields, each scaled to unit length. Raises HelmscopeError for
-    anything but an MLP or a GatedMLP.
+    anything but an MLP or a GatedMLP. ``progress`` is called with the share of the work done.
 
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
     >>> x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
@@ -246,14 +252,23 @@ def fit_gradient(
         raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP or a GatedMLP")
     mass = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
     basis = GradientBasis.of(mlp, root_mean_square(x, mass))
-    return fit_moments(basis, Moments.of(basis.families(x), x, mlp.ambient(x), mass), ridge)
+    moments, report = Moments.of(basis.families(x), x, mlp.ambient(x), mass), check_progress(progress)
+    report(0.5)
+    fitted = fit_moments(basis, moments, ridge)
+    report(1.0)
+    return fitted
 
 
 def gradient_residual_share(
-    mlp: MLP | GatedMLP, x: Float[Tensor, "points d"], weights: Float[Tensor, " points"] | None = None
+    mlp: MLP | GatedMLP,
+    x: Float[Tensor, "points d"],
+    weights: Float[Tensor, " points"] | None = None,
+    *,
+    progress: ProgressOption = None,
 ) -> float:
     """The share of E|f|^2 that the basis leaves unexplained at the points on which it is fitted: for points that
-    represent a law, such as the nodes of a quadrature, an upper bound on its swirl share.
+    represent a law, such as the nodes of a quadrature, an upper bound on its swirl share. ``progress`` is called with
+    the share of the work done.
 
     >>> draw = torch.Generator().manual_seed(0)
     >>> x = torch.randn(2000, 2, generator=draw, dtype=torch.float64)
@@ -263,7 +278,7 @@ def gradient_residual_share(
     """
     mass = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
     f = mlp.ambient(x)
-    rest = f - fit_gradient(mlp, x, mass, ridge=1e-13).at(x)
+    rest = f - fit_gradient(mlp, x, mass, ridge=1e-13, progress=progress).at(x)
     return float((mass * rest.square().sum(-1)).sum() / (mass * f.square().sum(-1)).sum())
 
 

@@ -57,7 +57,7 @@ __all__ = [
     "Stratonovich",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "IsotropicNoise")
 
 
 @dataclass(frozen=True, eq=False)

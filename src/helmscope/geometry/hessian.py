@@ -6,7 +6,8 @@ As a d x d matrix it has the normal x as an eigenvector with eigenvalue 0, which
 here it is the (d - 1) x (d - 1) matrix Q^T (Hess U) Q - <x, grad U> I in the basis Q = ``tangent_basis(x)``.
 
 The force is +grad U and the energy V = -U. A point where the smallest eigenvalue of Hess_S V (minus the largest of
-Hess_S U) is near 0 or negative is where neighbors part, and a decision is made; in a basin all are positive.
+Hess_S U) is near 0 or negative is where neighboring points diverge, and a decision is made; in a basin all are
+positive.
 """
 
 from __future__ import annotations

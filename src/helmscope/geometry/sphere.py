@@ -34,7 +34,7 @@ __all__ = [
     "tangent_basis",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "angle")
 
 # the largest accepted | |x| - 1 |: far above rounding errors, far below a forgotten normalization
 NORM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}

@@ -27,6 +27,7 @@ from helmscope.models.names import Layers, layer_indices
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ class AttentionMode(Enum):
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(ConciseRepr):
     """One arm: what ``attention`` does in all layers, and whether the MLPs write. ``mlp`` is True (all on), False (all
     off), or the layers whose MLP stays on, such as 3 or ["L0", "L3"]. With ``radius_of_whole_model`` every state is
     rescaled to the radius that the token has at this depth in the whole model, so that the angle moved by a write is

@@ -16,13 +16,14 @@ from helmscope.models.names import Layers, layer_indices
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
 from helmscope.types import HelmscopeError, check_real, check_seed, short_repr
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class WeightNoise:
+class WeightNoise(ConciseRepr):
     """Draws Gaussian noise on the query, key or value matrices of a model; biases stay.
 
     ``matrices`` are those of every layer (``models.input_matrices``). A matrix that several layers share is changed

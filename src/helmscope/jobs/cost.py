@@ -24,6 +24,7 @@ import msgspec
 from helmscope.jobs import checks
 from helmscope.jobs.sample import extrapolate, limited, make_sample
 from helmscope.types import pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial
@@ -47,7 +48,7 @@ REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(ConciseRepr):
     """The estimated cost of a job: ``work`` describes the work, ``seconds`` is the time on one core, and ``bytes`` the
     memory of one process with its libraries. Each number is None if it is unknown, as the time on a GPU. ``warning``
     says if the job will probably not be completed.
@@ -223,7 +224,7 @@ def subject_size(subject: Subject) -> SubjectSize:
 
 def _row_seconds(spec: PhaseSpec, dim: int, size: int, beta: float, budget: float) -> float:
     """Estimated seconds for one beta in one dimension, with all samples."""
-    from helmscope.observe.phase import PAIRS
+    from helmscope.observe.phase_sweep import PAIRS
     from helmscope.solve.integrate import make_problem
     from helmscope.theory.starts import Uniform
 
@@ -322,7 +323,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _phase_bytes(spec: PhaseSpec) -> int:
     """The starts, the pairs of the samples integrated at once, and their results at all times."""
-    from helmscope.observe.phase import PAIRS, PAIRS_ELSEWHERE
+    from helmscope.observe.phase_sweep import PAIRS, PAIRS_ELSEWHERE
 
     size = max(spec.dim_values) if spec.nu or spec.spectrum else min(max(spec.dim_values), spec.n)
     times = len(checks.expand_range("times", spec.times))

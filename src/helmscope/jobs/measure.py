@@ -232,7 +232,7 @@ def split_measurements(joined: xr.Dataset) -> dict[str, xr.Dataset]:
     return measured
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasurementResult(Result):
     """The result of ``MeasurementSpec``: the Measurements by name, with replicates, the reasons why others were
     ``skipped``, the paths of their ``tables``, CSV files of means with intervals, and the path of the ``picture``, None

@@ -282,6 +282,17 @@ class SimulationResult(Result):
         return [summary(scalars)._repr_html_()]
 
 
+def picture_title(spec: SimulationSpec) -> str:
+    """The title of the picture of a simulation.
+
+    >>> picture_title(SimulationSpec(nu=0.1))
+    'SA  beta = 4, nu = 0.1, 32 tokens in dimension 3'
+    """
+    noisy = f", nu = {spec.nu:g}" if spec.nu else ""
+    name = names.FIELDS.load(spec.field).__name__
+    return f"{name}  beta = {spec.beta:g}{noisy}, {spec.n} tokens in dimension {spec.dim}"
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimulateJob(Job):
     """A prepared simulation."""
@@ -310,10 +321,7 @@ class SimulateJob(Job):
         bar = ProgressBar("measuring") if work.show_progress else None
         measured = overview(trajectory, beta=spec.beta, delta=spec.delta, max_angle=spec.max_angle, progress=bar)
         folder.write_results("overview", measured)
-        noisy = f", nu = {spec.nu:g}" if spec.nu else ""
-        name = type(self.problem.field).__name__
-        title = f"{name}  beta = {spec.beta:g}{noisy}, {spec.n} tokens in dimension {spec.dim}"
-        pictures = PictureWriter(folder, work.show_progress)
+        title, pictures = picture_title(spec), PictureWriter(folder, work.show_progress)
         path = pictures.write("picture", "overview.png", lambda: png(overview_figure(measured, title=title)))
         return SimulationResult(**fields, overview=measured, picture=path, notes=tuple(pictures.notes))
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.request import AttentionSum, Request, transformed
 from helmscope.types import HelmscopeError, check_integer
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +34,7 @@ HIDDEN_LOGIT = -1e30  # its exponential is 0; finite, because -inf would turn in
 
 
 @dataclass(frozen=True)
-class Blockwise:
+class Blockwise(ConciseRepr):
     """Method that sums block by block, on every device, with every mask, bias and derivative.
 
     A gradient costs one more pass, because blocks are recomputed in the backward pass. ``block`` is (queries, keys) per

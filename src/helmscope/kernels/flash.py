@@ -22,6 +22,7 @@ import torch
 from helmscope.geometry.arithmetic import broadcast_shapes
 from helmscope.kernels.request import AttentionSum
 from helmscope.types import HelmscopeError
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -66,7 +67,7 @@ _CONFIGS = {
 
 
 @dataclass(frozen=True)
-class Flash:
+class Flash(ConciseRepr):
     """Method for large systems in float32 on a CUDA device, for vectors of at most 256 coordinates.
 
     It computes no gradient and takes no bias. The relative error of the mean, measured at n = 65,536 for logits l up to

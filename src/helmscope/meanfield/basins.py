@@ -17,6 +17,7 @@ from helmscope.geometry.potential import Potential, as_potential
 from helmscope.geometry.sphere import angle, check_tokens, exp, tangent_basis
 from helmscope.solve.integrate import integrate
 from helmscope.types import HelmscopeError, check_real, short_repr
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -32,7 +33,7 @@ TIME_CONSTANTS = 50.0  # the default horizon, in units of the slowest rate at a 
 
 
 @dataclass(frozen=True)
-class SaddleConnection:
+class SaddleConnection(ConciseRepr):
     """A saddle of index 1 and the two basins at the ends of its unstable direction, as numbers of critical points.
 
     ``barriers`` are the heights U(basin) - U(saddle) = V(saddle) - V(basin) to climb from each. A basin is -1, and its

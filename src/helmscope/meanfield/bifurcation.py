@@ -37,6 +37,7 @@ from helmscope.meanfield.stationary import UNRESOLVED, truncation_error
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, as_measurement, check_integer, check_progress, check_real, short_repr
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,7 +115,7 @@ def bifurcation_diagram(
 
 
 @dataclass(frozen=True, eq=False)
-class Branch:
+class Branch(ConciseRepr):
     """Clustered stationary densities in order of the order parameter: nu(m), the coefficients of the densities, and the
     largest nu(m), at the fold, with its m; without a fold those are nu_c and 0.
 

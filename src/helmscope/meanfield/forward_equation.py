@@ -31,6 +31,7 @@ from helmscope.meanfield.drift import Drift, check_zonal_vectors, drift_of, inst
 from helmscope.meanfield.grid import Grid
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, short_repr
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ForwardEquation:
+class ForwardEquation(ConciseRepr):
     """The forward equation of a density: d_t rho = -div_S(rho b') + div_S(Sigma grad_S rho), with Sigma = nu I +
     ``excess``, on a grid.
 

@@ -36,6 +36,7 @@ from helmscope.solve.integrate import integrate
 from helmscope.transport.cost import Cost, Geodesic
 from helmscope.transport.streaming import PairwiseCost, log_weights
 from helmscope.types import HelmscopeError, check_integer, check_progress, check_real, short_repr
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ParticleStep:
+class ParticleStep(ConciseRepr):
     """The weights after a step, the mean squared distance <pi, c> that mass moved, blur included, and how the iteration
     ended; ``error`` is the last change of the weights, sum_j |b_j - previous b_j|.
 

@@ -1,9 +1,9 @@
 """What the truncated series of log rho costs in accuracy, estimated along the way.
 
-The logarithm u of a density needs other harmonics than the density itself: where mass is drawn apart, as at the
-antipode of an attracting point, u forms a kink, although rho is small and smooth there. The coefficients that a grid
-leaves out of d_t u are known on a finer grid, of degree 3/2: with the residual r of the equation there, rho is off by
-e with
+The logarithm u of a density needs other harmonics than the density itself: where mass moves away in both
+directions, as at the antipode of an attracting point, u forms a kink, although rho is small and smooth there. The
+coefficients that a grid leaves out of d_t u are known on a finer grid, of degree 3/2: with the residual r of the
+equation there, rho is off by e with
 
     d_t e = nu Lap_S e + rho r + (what the drift does to e, which is left out).
 

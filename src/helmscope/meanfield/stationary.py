@@ -39,12 +39,15 @@ from helmscope.meanfield.grid import Grid
 from helmscope.meanfield.growth import bessel_ratios
 from helmscope.meanfield.linearization import Linearization
 from helmscope.meanfield.zonal_grid import ZonalGrid
-from helmscope.types import HelmscopeError, check_integer, check_real, short_repr
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_integer, check_progress, check_real, short_repr
 from helmscope.types.display import one_line_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 DENSE = 700  # harmonics up to which the Jacobian is a matrix
 SWEEPS = 500  # most fixed-point iterations before Newton's method, from the default start
@@ -106,6 +109,7 @@ class StationaryDensity(Density):
         )
 
 
+@shows_progress("stationary density")
 def stationary_density(
     field: object,
     grid: Grid,
@@ -114,6 +118,7 @@ def stationary_density(
     start: Density | None = None,
     tol: float = 1e-10,
     max_iterations: int = 50,
+    progress: ProgressOption = None,
 ) -> StationaryDensity:
     """A stationary density of tokens under ``field`` and ``noise``, near ``start``: a solution of the forward equation
     0 = -div_S(rho b) + div_S div_S(Sigma rho), where b is the drift of the field at rho and of the noise's process.
@@ -126,6 +131,7 @@ def stationary_density(
     concentrated density and first iterates rho <- e^{Phi[rho] / nu}, which leads to the clustered state if there is
     one, and all else starts from the uniform density. It has converged where the residual is at most ``tol`` (1 +
     |rho|). Raises ``HelmscopeError`` for fields that depend on time, without noise, and for bad input of ``evolve``.
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> from helmscope.meanfield import CircleGrid
@@ -151,6 +157,8 @@ def stationary_density(
         modes, iterations = _from_default_start(flow, equation, tol, max_iterations)
     else:
         modes, iterations = _newton(equation, start.modes / start.modes[0], tol, max_iterations)
+    report = check_progress(progress)
+    report(0.5)
     residual = _residual(equation, modes)
     status = StationaryStatus.CONVERGED
     if not residual <= tol * (1 + float(modes.norm())):
@@ -163,6 +171,7 @@ def stationary_density(
         growth, rotations = _stability(Linearization(equation, modes, _accurate_values(flow, equation, modes)))
     else:
         status = StationaryStatus.NOT_FINITE
+    report(1.0)
     return StationaryDensity(
         grid,
         modes,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.certificate import Certificate
+    from helmscope.models.depths import Depths
     from helmscope.models.probe import LayerTrace
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
@@ -52,17 +53,19 @@ def topology_line(anatomy: Anatomy, probes: list[LayerTrace]) -> Line:
     return Line("topology", chained, says, blocks=("trajectory", "resume"))
 
 
-def finite_line(radius: Float[Tensor, "depth prompt token"], *, first: int = 0) -> Line:
-    """Whether every recorded state is finite; otherwise which one, of those at the least depth, is not. ``first`` is
-    the depth of the first states.
+def finite_line(radius: Float[Tensor, "depth prompt token"], depths: Depths, *, first: int = 0) -> Line:
+    """Whether every recorded state is finite; otherwise which one, of those at the least depth, is not, and the layer
+    that wrote it. ``first`` is the depth of the first states.
     """
     lost = (~torch.isfinite(radius)).nonzero()
     says = "all states are finite"
     if len(lost):
         depth, prompt, token = lost[0].tolist()
+        depth += first
+        where = f"layer {(depth - 1) // depths.steps}" if depth else "input of layer 0"
         says = (
             f"states are not finite (NaN, or longer than the dtype holds): {len(lost)} of {radius.numel()}, first that "
-            f"of prompt {prompt} at depth {depth + first}, token {token}"
+            f"of prompt {prompt} at depth {depth} ({where}), token {token}"
         )
     return Line("finite", not len(lost), says, blocks=("trajectory", "resume"))
 
@@ -121,7 +124,7 @@ def certified_again(
     """The certificate of a further run of a recorded model, from the depth ``first`` on, which checks only some of the
     lines again.
     """
-    finite = finite_line(stream.radius, first=first)
+    finite = finite_line(stream.radius, runner.anatomy.depths, first=first)
     count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
     if not count:
         return certificate.with_line(finite)

@@ -15,6 +15,7 @@ from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
 from helmscope.runs.bar import progress_reporting
 from helmscope.types import check_integer, pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
@@ -30,7 +31,7 @@ TEXTS = (
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(ConciseRepr):
     """The certificate of a model on a few sentences, and the cost of recording ``texts`` texts of ``tokens`` tokens.
 
     The cost is ``seconds`` of time, and bytes of memory for the trajectory, for the weights of the model, and for the

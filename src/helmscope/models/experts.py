@@ -13,6 +13,7 @@ from helmscope.fields.activations import Activation, QuickGELU
 from helmscope.fields.mlp import Force, GatedMLP, affine
 from helmscope.fields.placement import folded as folded_plain
 from helmscope.models.probe import equal
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -109,7 +110,7 @@ class ForceAfterNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class MixtureOfExperts:
+class MixtureOfExperts(ConciseRepr):
     """The force f(x) = sum_k p_k(x) f_{e_k}(x) of a mixture of experts.
 
     ``route`` maps states (n, d) to the weights p and the indices e of the selected experts, both (n, k). With a

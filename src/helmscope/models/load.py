@@ -22,6 +22,7 @@ from helmscope.models.tokenizer import read_tokenizer
 from helmscope.runs.bar import progress_reporting
 from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, check_integer, check_memory, check_name, pluralized, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded fro
 
 
 @dataclass(frozen=True)
-class ModelOrigin:
+class ModelOrigin(ConciseRepr):
     """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
 
     ``name`` is that of a bundled model or on the Hub, the name of the ``folder`` from which it was loaded, or the
@@ -121,10 +122,8 @@ def load(
       ...
     helmscope.types.HelmscopeError: model is 'no/such-model', but it is neither a folder nor a bundled model (A, ...
     """
-    transformers = transformers_library()
+    transformers_library()  # its absence is reported before anything is downloaded
     if isinstance(source, torch.nn.Module):
-        if not isinstance(source, transformers.PreTrainedModel):
-            raise HelmscopeError(f"model is {type_with_article(source)}, but it must be a transformers PreTrainedModel")
         options = {
             "revision": revision,
             "dtype": dtype,
@@ -133,11 +132,7 @@ def load(
             "attention": attention,
             "loops": loops,
         }
-        for name, value in options.items():
-            if value is not None:
-                raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already and is not changed")
-        _check_weights(source)
-        return LoadedModel(source.eval(), tokenizer, origin_of(source, type(source).__name__))
+        return _from_memory(source, tokenizer, options)
     if not isinstance(source, str | Path):
         raise HelmscopeError(
             f"model is {type_with_article(source)}, but it must be a name, a folder or a model; use load_all for "
@@ -158,11 +153,7 @@ def load(
         check_memory(f"model is '{source}' with {files.numbers:,} weights in float32", files.numbers // 2)
     places = {"device_map": device_map, "attn_implementation": attention}
     model, note = _from_folder(folder, files, dtype or (torch.float32 if on_cpu else "auto"), places)
-    if device is not None:
-        try:
-            model = model.to(device)
-        except (RuntimeError, AssertionError) as error:
-            raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
+    model = model if device is None else _moved(model, device)
     _check_weights(model)
     if loops is not None:
         _set_loops(model, loops)
@@ -173,6 +164,25 @@ def load(
     origin = origin_of(model, name, commit, files.hashes)
     origin = replace(origin, note=note, folder=None if named_folder is None else str(source))
     return LoadedModel(model.eval(), tokenizer, origin, why)
+
+
+def _from_memory(model: torch.nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> LoadedModel:
+    """A model that is in memory, for which no option can be given: it is not changed."""
+    if not isinstance(model, transformers_library().PreTrainedModel):
+        raise HelmscopeError(f"model is {type_with_article(model)}, but it must be a transformers PreTrainedModel")
+    for name, value in options.items():
+        if value is not None:
+            raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already and is not changed")
+    _check_weights(model)
+    return LoadedModel(model.eval(), tokenizer, origin_of(model, type(model).__name__))
+
+
+def _moved(model: Any, device: str | torch.device) -> Any:
+    """The model on a device; raises ``HelmscopeError`` if torch cannot use it."""
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
 
 
 def _set_loops(model: Any, loops: int) -> None:

@@ -131,7 +131,7 @@ def _record_and_certify(
     runner.forward(recorder, keeper, progress=progress)
     stream, errors = recorder.recorded()
     lines.append(certify.residual_line(errors, loaded.model.dtype))
-    lines.append(certify.finite_line(stream.radius))
+    lines.append(certify.finite_line(stream.radius, anatomy.depths))
     if loaded.origin.note is not None:
         lines.append(Line("files", None, loaded.origin.note))
     certificate = Certificate(tuple(lines))

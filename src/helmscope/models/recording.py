@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.certify import certified_again
-from helmscope.models.hooks import locked_unedited
-from helmscope.models.keep import Keeper, KeepState, KeepWeights, KeptTensors
+from helmscope.models.keep import KeepState, KeptTensors
 from helmscope.models.names import layer_number
-from helmscope.models.put_state import FrozenTokens, PutState, check_states
-from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import replay, unsupported_reason
+from helmscope.models.run_again import attention_weights, encoder_under, logits_at, resumed_runner, run_again
 from helmscope.models.sites import AbstractEdit
-from helmscope.models.sphere import mlp_points, on_sphere
+from helmscope.models.sphere import mlp_points, recorded_trajectory, stream_on_sphere
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
+    HasTrajectory,
     HelmscopeError,
     Plottable,
     Trajectory,
-    pluralized,
     record_first,
     short_repr,
     type_with_article,
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Recording(Plottable):
+class Recording(HasTrajectory, Plottable):
     """The run of a model on some texts, made by ``record``. ``trajectory`` holds the residual stream over depth in
     half-layers: depth 0 is the first block's input, 2 l + 1 the state of layer l between attention and MLP (virtual in
     a parallel block), 2 l + 2 its output.
@@ -113,13 +110,7 @@ class Recording(Plottable):
         the weight of each token in statistics (0 for padding and special tokens). The states of padding are zero
         vectors, which functions of tokens refuse where they are called without weights.
         """
-        self.certificate.require("trajectory")
-        stream, counted = self.residual, self.batch.counted
-        times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
-        weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
-        path = Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens)
-        unit = "half-layers" if self.anatomy.depths.steps == 2 else "thirds of a layer"
-        return replace(path, axis=self.axis, replicate=self.replicate, unit=unit, identities=self.batch.identities)
+        return recorded_trajectory(self)
 
     @property
     def axis(self) -> str:
@@ -153,12 +144,7 @@ class Recording(Plottable):
         """The stored states of ``on_sphere``, those of padding included; in a model that is not post-norm, those of the
         residual stream.
         """
-        if not self.anatomy.post_norm:
-            return self.residual
-        self.certificate.require("on_sphere")
-        plain = on_sphere(self)
-        plain.hide(self.visible)
-        return plain
+        return stream_on_sphere(self)
 
     @property
     def layers(self) -> range:
@@ -186,8 +172,13 @@ class Recording(Plottable):
         """The tokens that attention can see, special tokens included; None if it can see all of them."""
         return self.batch.visible
 
-    def _step(self, depth: int) -> int:
-        """The time index of a depth."""
+    def step(self, depth: int) -> int:
+        """The index of a depth among the stored states. Raises HelmscopeError for a depth that is not stored.
+
+        >>> from helmscope import record
+        >>> record("A", ["Once upon a time"]).step(3)
+        3
+        """
         last = self.first + len(self.residual.radius) - 1
         if isinstance(depth, bool) or not isinstance(depth, int) or not self.first <= depth <= last:
             raise HelmscopeError(f"depth is {depth!r}, but this recording has depths {self.first} to {last}")
@@ -201,7 +192,7 @@ class Recording(Plottable):
         torch.Size([1, 4, 192])
         """
         self.certificate.require("trajectory")
-        step = self._step(depth)
+        step = self.step(depth)
         if not gradients:
             return self.residual.at(step)
         keep = KeepState(depth, self.anatomy.depths)
@@ -218,7 +209,7 @@ class Recording(Plottable):
         True
         """
         self.certificate.require("kernel")
-        return self._attention_weights(self.layer(layer))
+        return attention_weights(self, self.layer(layer))
 
     def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
@@ -238,20 +229,7 @@ class Recording(Plottable):
                 f"cross_kernel needs an encoder-decoder model, but {type(self.anatomy.model).__name__} is not one"
             )
         self.certificate.require("cross_kernel")
-        return self._attention_weights(self.layer(layer), cross=True)
-
-    def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
-        kept = self.kept.get("cross kernel" if cross else "kernel")
-        if kept is not None:
-            weights = kept[layer]
-        else:
-            keep = KeepWeights(layer, cross=cross)
-            self.runner.forward(keep)
-            weights = torch.cat(keep.weights)
-        if self.visible is None:
-            return weights
-        queries = self.visible.to(weights.device)[:, None, :, None]
-        return torch.where(queries, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
+        return attention_weights(self, self.layer(layer), cross=True)
 
     def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
@@ -306,7 +284,7 @@ class Recording(Plottable):
         >>> later.first, later.layers
         (8, range(4, 12))
         """
-        return self._run_again(self.resumed_runner(depth=depth, states=states, frozen=frozen), first=depth)
+        return run_again(self, self.resumed_runner(depth=depth, states=states, frozen=frozen), first=depth)
 
     def resumed_runner(
         self, *, depth: int, states: Float[Tensor, "batch n d"], frozen: Bool[Tensor, "batch n"] | None = None
@@ -319,17 +297,7 @@ class Recording(Plottable):
         >>> recording.resumed_runner(depth=8, states=recording.trajectory.states[8])
         <Runner of GPT2LMHeadModel: 1 text, 16 at a time; 1 edit>
         """
-        self.certificate.require("resume")
-        step = self._step(depth)
-        check_states(states, self.residual.direction[step], frozen, self.residual.hidden)
-        states = self.residual.with_hidden(step, states)
-        radius, mean = self.residual.radius[step], self.residual.mean
-        earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
-        held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
-        put = PutState(depth, states, self.anatomy, held, radius, None if mean is None else mean[step])
-        # the state of an earlier resume is overwritten, except where a virtual middle state is put in: MLPs read both
-        edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
-        return replace(self.runner, edits=(*edits, put))
+        return resumed_runner(self, depth, states, frozen)
 
     @shows_progress("recording")
     def under(
@@ -353,45 +321,11 @@ class Recording(Plottable):
         >>> float(recording.under(state).residual_stream(depth=0).abs().max())
         0.0
         """
-        edited_encoder = self._encoder_under(encoder)
+        edited_encoder = encoder_under(self, encoder)
         runner = self.runner.under(*edits)
         runner = runner if edited_encoder is None else replace(runner, encoder=edited_encoder.runner)
-        return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=edited_encoder)
-
-    def _encoder_under(self, change: AbstractEdit | Sequence[AbstractEdit] | Recording) -> Recording | None:
-        """The recording of the encoder under further edits, or the one that replaces it, checked."""
-        if isinstance(change, Recording):
-            if self.encoder is None or change.batch is not self.encoder.batch:
-                raise HelmscopeError(
-                    "encoder is a Recording of another model or of other texts, but it must be made from "
-                    "recording.encoder by under or resume"
-                )
-            return change
-        edits = (change,) if isinstance(change, AbstractEdit) else change
-        if isinstance(edits, str) or not isinstance(edits, Sequence):
-            raise HelmscopeError(
-                f"encoder is {type_with_article(edits)}, but it must be an edit, a list of edits or a Recording"
-            )
-        if edits and self.encoder is None:
-            raise HelmscopeError(
-                f"encoder holds {pluralized(len(edits), 'edit')}, but {type(self.anatomy.model).__name__} has no "
-                "separate encoder"
-            )
-        return self.encoder if not edits or self.encoder is None else self.encoder.under(*edits)
-
-    def _run_again(
-        self, runner: Runner, *, first: int, keep: KeptTensors = KeptTensors.NOTHING, progress: ProgressOption = None
-    ) -> Recording:
-        """The recording made with another runner of the same texts, from the depth ``first`` on."""
-        self.certificate.require("trajectory")
-        recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
-        with locked_unedited(runner.model):
-            runner.forward(recorder, keeper, progress=progress)
-        stream, errors = recorder.recorded()
-        stream = stream.since(first)
-        certificate = certified_again(self.certificate, runner, stream, errors, first=first)
-        stream.hide(self.visible)
-        return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
+        again = run_again(self, runner, first=self.first, keep=keep, progress=progress)
+        return replace(again, encoder=edited_encoder)
 
     def unsupported_reason(self, instrument: Instrument) -> str | None:
         """One sentence that says why the instrument cannot be used on this recording; None if it can.
@@ -433,13 +367,7 @@ class Recording(Plottable):
         >>> bool((recording.logits(depth=last) - recording.logits()).abs().max() < 1e-4)
         True
         """
-        self.certificate.require("lens")
-        if depth is None:
-            return self.runner.outputs(rows=rows, gradients=gradients)
-        self.certificate.require("lens over depth")
-        state = self.residual_stream(depth=depth, gradients=gradients)
-        put = PutState(self.anatomy.depths.last, state, self.anatomy)
-        return self.runner.under(put).outputs(rows=rows, gradients=gradients)
+        return logits_at(self, depth, rows, gradients=gradients)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
         """The manifest to store with anything measured on this recording: files and their hashes, revision, texts, the

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from helmscope.store.manifest import hash_bytes
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -117,7 +118,7 @@ READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTP
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Chunk:
+class Chunk(ConciseRepr):
     """The texts of a batch that one forward pass processes: ``rows`` out of ``texts`` in all. ``weights`` (rows, n) are
     the weights of tokens in statistics, and ``visible`` (rows, n) is True at tokens that attention can see; each is
     None if it is 1 or True everywhere, or unknown.

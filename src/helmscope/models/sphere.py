@@ -8,6 +8,7 @@ errors into coordinates; so c is computed from z while the model runs.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from helmscope.models.recorder import ResidualStream
 from helmscope.models.sites import READ_AT, Observer, Site
 from helmscope.models.tap import locked
 from helmscope.models.topology import Kind
-from helmscope.types import Half, HelmscopeError
+from helmscope.types import Half, HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +60,28 @@ def embedding_norm(
         if norm is not None:
             return module, norm
     return None
+
+
+def recorded_trajectory(recording: Recording) -> Trajectory:
+    """The states of a recording over depth; see ``Recording.trajectory``."""
+    recording.certificate.require("trajectory")
+    stream, batch, first = recording.residual, recording.batch, recording.first
+    times = torch.arange(first, first + len(stream.radius), dtype=torch.float64, device="cpu")
+    weights = None if batch.counted is None else batch.counted.to(stream.radius).unsqueeze(0)
+    path = Trajectory(times, stream.direction, weights, stream.radius, batch.tokens)
+    unit = "half-layers" if recording.anatomy.depths.steps == 2 else "thirds of a layer"
+    axis, replicate = recording.axis, recording.replicate
+    return replace(path, axis=axis, replicate=replicate, unit=unit, identities=batch.identities)
+
+
+def stream_on_sphere(recording: Recording) -> ResidualStream:
+    """The stored states on the sphere of theory; see ``Recording.stream_on_sphere``."""
+    if not recording.anatomy.post_norm:
+        return recording.residual
+    recording.certificate.require("on_sphere")
+    plain = on_sphere(recording)
+    plain.hide(recording.visible)
+    return plain
 
 
 def on_sphere(recording: Recording) -> ResidualStream:

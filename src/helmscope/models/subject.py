@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from helmscope.models.bundled_models import FIRST, held_out_texts, is_bundled, local_folder
-from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
+from helmscope.models.cache import RecordingCache, model_bytes, stream_bytes
 from helmscope.models.identity import (
     Prompt,
     as_inputs,
@@ -23,11 +23,11 @@ from helmscope.models.identity import (
     hash_of,
     hashed_tensors,
     split_prompts,
-    stamp_of,
     wiring_of,
 )
 from helmscope.models.paragraphs import texts_for
 from helmscope.models.premise import Premise, Simulated
+from helmscope.models.subject_source import cache_key, files_changed, location_of, plain_arguments
 from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError, check_integer, one_line_repr, pluralized
 
@@ -121,19 +121,7 @@ class Subject:
         >>> Subject("tied", ["Once upon a time"], loops=3).as_data()["loops"]
         3
         """
-        if self.is_simulation:
-            return {"model": None}
-        if not self.picklable:
-            what = "tokenizer" if isinstance(self.model, str | Path) else "model"
-            raise HelmscopeError(
-                f"{what} of subject '{self.name}' is in memory, where no other process can reach it: save it into a "
-                "folder with save_pretrained, and name that folder"
-            )
-        return {
-            "model": str(self._location),
-            "texts": None if self.asked_texts is None else list(self.asked_texts),
-            **{name: getattr(self, name) for name in ("loops", "revision", "device", "truncate")},
-        }
+        return plain_arguments(self)
 
     def looped(self, loops: int) -> Subject:
         """The same subject with its one tied block called ``loops`` times.
@@ -174,7 +162,7 @@ class Subject:
         'A'
         """
         if not self.is_simulation:
-            location = self._location
+            location = location_of(self.model)
             _CACHE.drop(lambda key: key[0][0] == location)
 
     @property
@@ -225,11 +213,11 @@ class Subject:
         from helmscope.models.load import load
 
         options = {name: getattr(self, name) for name in ("loops", "revision", "device")}
-        key = (self._cache_key, "loaded")
+        key = (cache_key(self), "loaded")
         loaded = _CACHE.get(key, lambda: load(self.model, tokenizer=self.asked_tokenizer, **options), model_bytes)
         hashes = loaded.origin.hashes
         if self.__dict__.setdefault("_hashes", hashes) != hashes:  # a newer version on the Hub
-            raise self._files_changed
+            raise files_changed(self.model)
         return loaded
 
     @cached_property
@@ -243,35 +231,6 @@ class Subject:
     def tokenizer(self) -> Any:
         """The tokenizer that was passed, or else loaded with the model; None if there is none."""
         return self.loaded.tokenizer
-
-    @property
-    def _location(self) -> Hashable:
-        """Where the model comes from: its name, its folder, or the model object itself."""
-        if not isinstance(self.model, str | Path):
-            return ById(self.model)
-        folder = local_folder(self.model)
-        return str(self.model) if folder is None or is_bundled(self.model) else folder.resolve()
-
-    @property
-    def _cache_key(self) -> tuple[Hashable, ...]:
-        """The first part of all cache keys of this model. The files of a folder are checked every time: if the weights
-        changed, results would belong to another model than the identity of this subject says.
-        """
-        tokenizer = ById(self.asked_tokenizer)
-        if not isinstance(self.model, str | Path):
-            return (self._location, tokenizer, self.weights)
-        from helmscope.models.load import WANTED
-
-        folder = local_folder(self.model)
-        stamp = () if folder is None else stamp_of(folder, WANTED)
-        if self.__dict__.setdefault("_stamp", stamp) != stamp:
-            raise self._files_changed
-        return (self._location, tokenizer, self.loops, self.revision, self.device, stamp)
-
-    @property
-    def _files_changed(self) -> HelmscopeError:
-        reason = "but its files have changed since this subject was first used: make a new one"
-        return HelmscopeError(f"model is '{self.model}', {reason}")
 
     @cached_property
     def weights(self) -> str:
@@ -391,7 +350,7 @@ class Subject:
         from helmscope.models.twin import untrained_twin
 
         loaded = self.loaded
-        return _CACHE.get((self._cache_key, "twin", seed), lambda: untrained_twin(loaded, seed=seed), model_bytes)
+        return _CACHE.get((cache_key(self), "twin", seed), lambda: untrained_twin(loaded, seed=seed), model_bytes)
 
     def _cached_recording(
         self, twin: tuple[int, ...], loaded: Callable[[], LoadedModel], prompts: Sequence[Prompt]
@@ -400,7 +359,7 @@ class Subject:
         from helmscope.models.record import record
 
         with progress_reporting(None, "recording") as report:  # also covers loading the model
-            key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
+            key = (cache_key(self), "recording", twin, hash_of(prompts), self.truncate)
             options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
             return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)
 
@@ -411,7 +370,7 @@ class Subject:
         >>> Subject("A").cached("the answer", lambda: 42, size=lambda _: 8)
         42
         """
-        return _CACHE.get((self._cache_key, "measured", self.identity, key), make, size)
+        return _CACHE.get((cache_key(self), "measured", self.identity, key), make, size)
 
     def unmet_premise(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from helmscope.observe.context_group import ContextGroup as ContextGroup
     from helmscope.observe.context_noise import context_groups as context_groups
     from helmscope.observe.context_noise import context_noise as context_noise
-    from helmscope.observe.context_noise import covariance_regression as covariance_regression
+    from helmscope.observe.context_statistics import covariance_regression as covariance_regression
     from helmscope.observe.damage import damage_under_edits as damage_under_edits
     from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.depth_steps import depth_steps as depth_steps
@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import close_pair_share as close_pair_share
     from helmscope.observe.inner_products import close_pair_shares as close_pair_shares
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
+    from helmscope.observe.inner_products import inner_product_quantiles as inner_product_quantiles
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.interventions import intervention_measurements as intervention_measurements
     from helmscope.observe.interventions import intervention_names as intervention_names
@@ -157,6 +158,7 @@ if TYPE_CHECKING:
     from helmscope.observe.mlp_weights import gaussian_coherence as gaussian_coherence
     from helmscope.observe.mlp_weights import mlp_weights as mlp_weights
     from helmscope.observe.mlp_weights import neuron_alignment as neuron_alignment
+    from helmscope.observe.mlp_weights import neuron_coherence as neuron_coherence
     from helmscope.observe.mlp_weights import permuted_alignment as permuted_alignment
     from helmscope.observe.mlp_weights import row_coherence as row_coherence
     from helmscope.observe.mlp_weights import welch_bound as welch_bound

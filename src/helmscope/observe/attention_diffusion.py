@@ -24,10 +24,17 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.attention_drift import described
-from helmscope.observe.head_moments import HEADS_NEED, HeadMoments, TangentSpaces, centered_output, with_heads
+from helmscope.observe.head_moments import (
+    HEADS_NEED,
+    ROUNDING,
+    HeadMoments,
+    TangentSpaces,
+    centered_output,
+    with_heads,
+)
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.token_choice import sample_tokens, taken
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, check_integer, check_real
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 TRACE_NAMES = {
     "nu_token_sampling": "diffusivity nu of Sigma_A of a head (squared radians per layer)",
@@ -52,7 +60,9 @@ SPECTRUM_NAMES = {
     "total_anisotropy": "anisotropy tr S^2 / (tr S)^2 of Sigma_A summed over heads",
     "total_rank": "numerical rank of the tangent Sigma_A summed over heads",
     "smallest_eigenvalue": "smallest tangent eigenvalue of the summed Sigma_A over its mean tangent eigenvalue",
+    "smallest_eigenvalue_of_range": "smallest over mean eigenvalue of the summed Sigma_A on its range",
     "effective_share": "effective share 1 / (anisotropy d_t) of the tangent directions",
+    "effective_share_of_range": "effective share 1 / (anisotropy rank) of the range of the summed Sigma_A",
     "eigenvalue_share": "share of tr S in the k-th largest eigenvalue of the summed Sigma_A",
     "tokens": "number of tokens of a prompt that enter",
 }
@@ -97,8 +107,10 @@ class AttentionDiffusion(Instrument):
         return described(with_bounds(super().result(), dict.fromkeys(TRACE_NAMES, AT_LEAST_0)), TRACE_NAMES)
 
 
-def attention_diffusion(system: System) -> xr.Dataset:
+def attention_diffusion(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The diffusivity of attention in modes A and B, with replicates: ``AttentionDiffusion`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = attention_diffusion(record("A", ["Once upon a time there was a cat"]))
@@ -108,7 +120,7 @@ def attention_diffusion(system: System) -> xr.Dataset:
     True
     """
     instrument = AttentionDiffusion()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 class AttentionDiffusionSpectrum(Instrument):
@@ -119,8 +131,10 @@ class AttentionDiffusionSpectrum(Instrument):
     they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tol`` times the
     largest), its bound ``rank_bound`` and the number of keys, ``key_count``. Summed over heads: ``total_anisotropy``,
     ``total_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
-    ``eigenvalue_share`` of the ``top`` largest eigenvalues. NaN where Sigma is 0. With fewer keys than dimensions the
-    smallest eigenvalue is 0 whatever the model does; ``rank_bound`` says so.
+    ``eigenvalue_share`` of the ``top`` largest eigenvalues. With fewer keys than dimensions the smallest eigenvalue is
+    0 whatever the model does, as ``rank_bound`` says: ``smallest_eigenvalue_of_range`` and ``effective_share_of_range``
+    are those of the range of Sigma, with the rank in place of d_t. NaN where Sigma is 0: where a row has entropy 0, and
+    where all values are the same up to rounding.
 
     The cost is one eigendecomposition of a d x d matrix for every layer, prompt and token.
 
@@ -170,8 +184,12 @@ class AttentionDiffusionSpectrum(Instrument):
         return described(with_bounds(super().result(), bounds), SPECTRUM_NAMES)
 
 
-def attention_diffusion_spectrum(system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0) -> xr.Dataset:
+def attention_diffusion_spectrum(
+    system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
     """Anisotropy, rank and eigenvalues of Sigma_A, with replicates: ``AttentionDiffusionSpectrum`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = attention_diffusion_spectrum(record("A", ["Once upon a time there was a cat"]), tokens=1)
@@ -179,7 +197,7 @@ def attention_diffusion_spectrum(system: System, *, tokens: int = 2, seed: int =
     True
     """
     instrument = AttentionDiffusionSpectrum(tokens=tokens, seed=seed, skip=skip)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 @full_precision
@@ -187,6 +205,7 @@ def head_covariances(
     tensors: AttentionTensors, chosen: Tensor
 ) -> tuple[Float[Tensor, "rows tokens heads s s"], Float[Tensor, "rows tokens heads"]]:
     """Cov_P of the values of each head for chosen queries, in float64, and the number of their keys of positive weight.
+    A covariance of the size of the rounding of the values is 0.
 
     >>> from helmscope.types import AttentionTensors
     >>> x, half = torch.eye(2).expand(1, 2, 2), torch.full((1, 2, 2), 0.5)
@@ -206,6 +225,10 @@ def head_covariances(
     deviation = value.unsqueeze(2) - mean.unsqueeze(3)
     covariance = (rows.unsqueeze(-1) * deviation).mT @ deviation
     covariance = covariance + rest[..., None, None] * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    second = (rows @ value.square().sum(-1, keepdim=True)).squeeze(-1)
+    rounding = (ROUNDING * torch.finfo(kernel.dtype).eps) ** 2 * second
+    vanishes = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) <= rounding
+    covariance = torch.where(vanishes[..., None, None], 0.0, covariance)
     return covariance.transpose(1, 2), (rows > 0).sum(-1).transpose(1, 2).double() + (rest > 0).transpose(1, 2)
 
 
@@ -236,11 +259,12 @@ def spectrum_statistics(
     eigenvalues: Float[Tensor, "*batch k"], dim: int, tol: float
 ) -> dict[str, Float[Tensor, "*batch"]]:
     """Anisotropy, rank, smallest eigenvalue over the mean one and effective share of directions, of the ``dim`` largest
-    eigenvalues in ascending order; where all are 0, the rank is 0 and the others are NaN.
+    eigenvalues in ascending order, the last two also ``of_range``: of those above ``tol`` times the largest. Where all
+    are 0, the rank is 0 and the others are NaN.
 
     >>> statistics = spectrum_statistics(torch.tensor([0.0, 1.0, 1.0]), 2, 1e-6)
     >>> {name: value.item() for name, value in statistics.items()}
-    {'anisotropy': 0.5, 'rank': 2.0, 'smallest_eigenvalue': 1.0, 'effective_share': 1.0}
+    {'anisotropy': 0.5, 'rank': 2.0, 'smallest_eigenvalue': 1.0, ..., 'effective_share_of_range': 1.0}
     """
     if eigenvalues.shape[-1] < dim:
         raise HelmscopeError(f"eigenvalues are {eigenvalues.shape[-1]}, but there must be at least dim, {dim}")
@@ -248,13 +272,18 @@ def spectrum_statistics(
     trace, squares = values.sum(-1), (values**2).sum(-1)
     some = trace > 0
     anisotropy = squares / torch.where(some, trace, torch.nan) ** 2
-    rank = torch.where(trace.isnan(), torch.nan, (values > tol * values[..., -1:]).sum(-1).to(values))
-    smallest = values[..., 0] * dim / torch.where(some, trace, torch.nan)
+    in_range = values > tol * values[..., -1:]
+    rank = torch.where(trace.isnan(), torch.nan, in_range.sum(-1).to(values))
+    total = torch.where(some, trace, torch.nan)
+    kept = torch.where(in_range, values, 0.0).sum(-1)
+    least = torch.where(in_range, values, torch.inf).amin(-1)
     return {
         "anisotropy": anisotropy,
         "rank": rank,
-        "smallest_eigenvalue": smallest,
+        "smallest_eigenvalue": values[..., 0] * dim / total,
+        "smallest_eigenvalue_of_range": torch.where(some, least * rank / kept, torch.nan),
         "effective_share": 1 / (anisotropy * dim),
+        "effective_share_of_range": 1 / (anisotropy * rank),
     }
 
 
@@ -286,7 +315,9 @@ def _total_spectra(sigma: Tensor, dim: int, tol: float) -> dict[str, Tensor]:
         "total_anisotropy": found["anisotropy"],
         "total_rank": found["rank"],
         "smallest_eigenvalue": found["smallest_eigenvalue"],
+        "smallest_eigenvalue_of_range": found["smallest_eigenvalue_of_range"],
         "effective_share": found["effective_share"],
+        "effective_share_of_range": found["effective_share_of_range"],
         "eigenvalue_share": top / torch.where(total > 0, total, torch.nan),
     }
 

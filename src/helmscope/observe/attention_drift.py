@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
-from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import Instrument
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 NAMES = {
     "drift": "mean tangential drift of a head (radians per layer)",
@@ -86,15 +87,17 @@ class AttentionDrift(Instrument):
         return described(with_bounds(super().result(), BOUNDS), NAMES)
 
 
-def attention_drift(system: System) -> xr.Dataset:
+def attention_drift(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The mean tangential drift of attention, with replicates: ``AttentionDrift`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> attention_drift(record("A", ["Once upon a time there was a cat"])).drift.dims
     ('layer', 'prompt', 'head')
     """
     instrument = AttentionDrift()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def mean_ratio(

@@ -20,7 +20,7 @@ from helmscope.fields.attention import softmax_kernel
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.observe.attention_drift import described
 from helmscope.observe.kernel import check_kernel, normalized_rows, used_tokens, visible_tokens
-from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import Instrument, Needs, check_integer, check_real
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 NAMES = {
     "balance_kl": "mean KL divergence of the attention rows from the Sinkhorn-balanced kernel (nats)",
@@ -169,15 +170,17 @@ class Bistochasticity(Instrument):
         return described(with_bounds(super().result(), dict.fromkeys(NAMES, AT_LEAST_0)), NAMES)
 
 
-def bistochasticity(system: System, *, tol: float = 1e-9) -> xr.Dataset:
+def bistochasticity(system: System, *, tol: float = 1e-9, progress: ProgressOption = None) -> xr.Dataset:
     """The divergence of attention from the balanced kernel, with replicates: ``Bistochasticity`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> bool(bistochasticity(record("A", ["Once upon a time"])).balance_kl.isnull().all())  # causal
     True
     """
     instrument = Bistochasticity(tol=tol)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def _causal_uniform_deviation(kernel: Tensor, visible: Tensor | None) -> Float[Tensor, " rows"]:

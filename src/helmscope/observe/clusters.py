@@ -9,10 +9,11 @@ import torch
 
 from helmscope.geometry.linkage import clusters, spanning_tree
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.observable import observable
+from helmscope.observe.observable import in_parts, observable
 from helmscope.observe.track import counted_tokens
-from helmscope.runs.bar import progress_reporting, shows_progress
+from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_real
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -22,25 +23,30 @@ if TYPE_CHECKING:
 
 
 @observable
-@progress_reporting(None, "counting clusters")
+@shows_progress("counting clusters")
 def cluster_count(
-    x: Float[Tensor, "*batch n d"], *, max_angle: float, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"],
+    *,
+    max_angle: float,
+    weights: Float[Tensor, "*batch n"] | None = None,
+    progress: ProgressOption = None,
 ) -> Int[Tensor, "*batch"]:
     """Number of single-linkage clusters among the tokens of positive weight of each cloud.
 
-    Tokens connected by steps of at most ``max_angle`` >= 0 radians form one cluster.
+    Tokens connected by steps of at most ``max_angle`` >= 0 radians form one cluster. ``progress`` is called with
+    the share of the clouds done.
 
     >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), max_angle=0.1)
     tensor(2)
     """
     max_angle = check_real("max_angle", max_angle, at_least=0)
     x = counted_tokens(x, weights)
-    label = clusters(x, max_angle)
-    return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
+    own = torch.arange(x.shape[-2], device=x.device)  # one token of a cluster has its own index as its label
+    return in_parts(lambda x, _: (clusters(x, max_angle) == own).sum(-1), x, torch.ones_like(x[..., 0]), progress)
 
 
 @dataclass(frozen=True, eq=False)
-class MergeTree:
+class MergeTree(ConciseRepr):
     """Single-linkage merges of each cloud in order of increasing distance.
 
     Merge k joins the clusters of the tokens ``left[k]`` and ``right[k]`` at geodesic distance ``height[k]``. Heights

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class ContextGroup:
+class ContextGroup(ConciseRepr):
     """What layer 0 does to one word at one position over contexts, divided by the length of the state.
 
     ``outputs`` (contexts, heads, s) are the outputs of the heads, and ``writes`` (heads, d, s) the tangential parts of

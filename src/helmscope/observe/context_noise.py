@@ -37,6 +37,7 @@ from helmscope.models.sites import Site
 from helmscope.models.targets import prepare_inputs
 from helmscope.observe.attention_drift import described
 from helmscope.observe.context_group import ContextGroup
+from helmscope.observe.context_statistics import group_statistics
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import effective_keys
 from helmscope.runs.bar import shows_progress
@@ -47,11 +48,11 @@ from helmscope.types import (
     check_integer,
     check_progress,
     check_replicates,
+    sub_progress,
     type_with_article,
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -72,7 +73,7 @@ NAMES = {
     "effective_keys": "effective number of keys, the mean over heads and contexts",
     "contexts": "number of contexts",
 }
-DIRECTIONS, NULL_SAMPLES = 16, 200
+RUN_SHARE = 0.7  # of the time, which runs layer 0
 FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
 
 
@@ -165,14 +166,21 @@ def context_unsupported(system: System, *, min_contexts: int = 16) -> str | None
     return None
 
 
+@shows_progress("context noise")
 def context_noise(
-    source: Recording | list[ContextGroup], contexts: Any = None, *, seed: int = 0, **options: Any
+    source: Recording | list[ContextGroup],
+    contexts: Any = None,
+    *,
+    seed: int = 0,
+    progress: ProgressOption = None,
+    **options: Any,
 ) -> xr.Dataset:
     """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
     heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
 
     ``source`` is a recording of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
     ``context_groups``, or its groups. Of the model only layer 0 is run, once for all contexts.
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
@@ -181,9 +189,15 @@ def context_noise(
     >>> measured.slope.dims
     ('group',)
     """
+    report, begin = check_progress(progress), 0.0
     if isinstance(source, Recording):
-        source = context_groups(source, own_contexts(source) if contexts is None else contexts, seed=seed, **options)
-    rows = [_measured(group, seed, number) for number, group in enumerate(source)]
+        contexts = own_contexts(source) if contexts is None else contexts
+        source = context_groups(source, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
+        begin = RUN_SHARE
+    rows = []
+    for number, group in enumerate(source):
+        rows.append(group_statistics(group, seed, number))
+        report(begin + (1 - begin) * len(rows) / len(source))
     data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
     coords = {
         "group": np.arange(len(rows)),
@@ -194,86 +208,6 @@ def context_noise(
     measured.r_squared.attrs["averaged_as"] = "log(1 - x)"  # bad predictions have very negative values
     measured = measured.assign_attrs(extra_forwards="layer 0 once for all contexts")
     return check_replicates(described(measured, NAMES), "group")
-
-
-def covariance_regression(known: tuple[Tensor, Tensor], held_out: Float[Tensor, "d d"]) -> tuple[float, float, float]:
-    """Regression of a held-out Sigma_C on Sigma_A, given (Sigma_C, Sigma_A) of the other contexts: the slope on
-    held-out contexts, the held-out R^2 of the slope that the others give, and R^2 corrected for the number of contexts.
-    NaN if Sigma_A is 0.
-
-    >>> sigma = torch.diag(torch.tensor([1.0, 2.0]))
-    >>> covariance_regression((2 * sigma, sigma), 2 * sigma)
-    (2.0, 1.0, 1.0)
-    """
-    other, sampling = known
-    size = float((sampling * sampling).sum())
-    if not size > 0:
-        return (float("nan"),) * 3
-    slope = float((held_out * sampling).sum()) / size
-    fitted = float((other * sampling).sum()) / size
-    spread = float((held_out - held_out.mean()).square().sum())
-    r_squared = 1 - float((held_out - fitted * sampling).square().sum()) / spread if spread > 0 else float("nan")
-    product = float((held_out * other).sum())
-    corrected = slope * fitted * size / product if product > 0 else float("nan")
-    return slope, r_squared, corrected
-
-
-@full_precision
-def _measured(group: ContextGroup, seed: int, number: int) -> dict[str, float]:
-    outputs = group.outputs
-    halves = [group.sigma_of(outputs[k::2]) for k in (0, 1)]
-    sampling = [group.sigma_sampling(each) for each in group.covariances]
-    fits = [covariance_regression((halves[k], sampling[k]), halves[1 - k]) for k in (0, 1)]
-    slope, r_squared, corrected = (float(np.mean(each)) for each in zip(*fits, strict=True))
-    whole = group.sigma_of(outputs)
-    trace = float(whole.trace())
-    per_head = outputs - outputs.mean(0)
-    gram = group.writes.mT @ group.writes
-    heads = float(torch.einsum("chs,hst,cht->", per_head, gram, per_head)) / (2 * (len(outputs) - 1))
-    source = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(number,))))
-    distance, null = _normal_distances(group.increments(outputs).numpy(), source)
-    some = trace > 0
-    return {
-        "slope": slope,
-        "r_squared": r_squared,
-        "r_squared_of_means": corrected,
-        "nu_context": trace / group.dim,
-        "nu_token_sampling": float(sum(each.trace() for each in sampling)) / 2 / group.dim,
-        "nu_random_values": group.random_trace / group.dim,
-        "cross_head_share": (trace - heads) / trace if some else float("nan"),
-        "cross_token_share": (trace - group.key_traces / 2) / trace if some else float("nan"),
-        "normal_distance": distance,
-        "normal_distance_null": null,
-        "effective_keys": group.effective_keys,
-        "contexts": float(len(outputs)),
-    }
-
-
-@full_precision
-def _normal_distances(increments: np.ndarray, source: np.random.Generator) -> tuple[float, float]:
-    """The mean Kolmogorov distance over random directions, and that of normal samples of the same size."""
-    directions = source.standard_normal((increments.shape[1], DIRECTIONS))
-    projected = increments @ directions
-    return kolmogorov_distance(projected), kolmogorov_distance(source.standard_normal((len(increments), NULL_SAMPLES)))
-
-
-def kolmogorov_distance(samples: NDArray[np.float64]) -> float:
-    """The mean over columns of the Kolmogorov distance from N(0, 1) of samples standardized by their own mean and
-    standard deviation; NaN for columns without spread.
-
-    >>> round(kolmogorov_distance(np.array([[-1.0], [1.0]])), 4)
-    0.2602
-    """
-    from scipy.special import ndtr
-
-    spread = samples.std(0, ddof=1)
-    usable = spread > 0
-    if not usable.any():
-        return float("nan")
-    standard = np.sort((samples[:, usable] - samples[:, usable].mean(0)) / spread[usable], axis=0)
-    levels = np.arange(len(samples) + 1)[:, None] / len(samples)
-    expected = ndtr(standard)
-    return float(np.maximum(levels[1:] - expected, expected - levels[:-1]).max(0).mean())
 
 
 def _choose(

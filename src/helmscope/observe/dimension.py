@@ -33,11 +33,13 @@ from helmscope.geometry.arithmetic import conversion_hint
 from helmscope.observe.nearest import NearestNeighbors
 from helmscope.observe.neighbor_entropy import distinct, equal_weights
 from helmscope.observe.track import token_weights
+from helmscope.runs.bar import shows_progress
 from helmscope.stats.intervals import jackknife_interval
 from helmscope.types import (
     HelmscopeError,
     Interval,
     check_integer,
+    check_progress,
     check_real,
     check_seed,
     short_repr,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from helmscope.types.progress import ProgressOption
+
 LARGEST_TRUSTED = 15.0  # dimensions above it depend on N at any N that is usual
 LEVEL = 0.95
 DISCARDED = 0.1
@@ -56,46 +60,55 @@ GROUPS = 32  # of ratios, of which the jackknife of the fit leaves out one at a 
 MIN_POINTS = 8
 
 
-def two_nn(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Interval:
+@shows_progress("dimension of a cloud")
+def two_nn(
+    points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None, *, progress: ProgressOption = None
+) -> Interval:
     """Two-NN dimension of a cloud without the bias of few points, (N - 1) / sum log(r_2 / r_1), with the exact interval
     for independent ratios.
 
     Points of weight 0 do not count, the other weights must be equal; copies of a point count once. Warns where the
     estimate is too high for an absolute dimension. Raises HelmscopeError for fewer than 8 distinct points and for
-    points that all have two equally near neighbors, such as those of a grid.
+    points that all have two equally near neighbors, such as those of a grid. ``progress`` is called with the share of
+    the work done.
 
     >>> x = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> flat = two_nn(x @ torch.randn(3, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     >>> flat.low < 3 < flat.high, flat.n
     (True, 2000)
     """
-    return _reliable(two_nn_of_ratios(neighbor_ratios(points, weights)))
+    return _reliable(two_nn_of_ratios(neighbor_ratios(points, weights, progress=progress)))
 
 
-def two_nn_mle(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Interval:
+@shows_progress("dimension of a cloud")
+def two_nn_mle(
+    points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None, *, progress: ProgressOption = None
+) -> Interval:
     """Two-NN dimension by maximum likelihood, N / sum log(r_2 / r_1): larger than ``two_nn`` by a factor N / (N - 1).
-    Raises and warns as ``two_nn`` does.
+    Raises and warns as ``two_nn`` does, and reports its progress.
 
     >>> x = torch.rand(100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> round(two_nn_mle(x).estimate / two_nn(x).estimate, 9) == round(100 / 99, 9)
     True
     """
-    ratios = neighbor_ratios(points, weights)
+    ratios = neighbor_ratios(points, weights, progress=progress)
     total = float(np.log(ratios).sum())
     return _reliable(Interval(len(ratios) / total, *_exact_ends(total, len(ratios)), n=len(ratios)))
 
 
+@shows_progress("dimension of a cloud")
 def two_nn_fit(
     points: Float[Tensor, "n d"],
     weights: Float[Tensor, " n"] | None = None,
     *,
     discarded: float = DISCARDED,
+    progress: ProgressOption = None,
 ) -> Interval:
     """Two-NN dimension as the slope of -log(1 - i / N) in the i-th smallest log mu through the origin, without the
     share ``discarded`` of the largest ratios. The interval is that of a jackknife over groups of points, whose
     neighbors are not searched again.
 
-    Raises and warns as ``two_nn`` does, and raises for a share outside (0, 1).
+    Raises and warns as ``two_nn`` does, reports its progress, and raises for a share outside (0, 1).
 
     >>> x = torch.rand(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> 1.6 < two_nn_fit(x).estimate < 2.4
@@ -103,7 +116,7 @@ def two_nn_fit(
     """
     if not 0 < check_real("discarded", discarded) < 1:
         raise HelmscopeError(f"discarded is {discarded}, but it must be above 0 and below 1")
-    logs = np.log(neighbor_ratios(points, weights))
+    logs = np.log(neighbor_ratios(points, weights, progress=progress))
 
     def slope(parts: list[NDArray[np.float64]]) -> float:
         sample = np.sort(np.concatenate(parts))
@@ -116,30 +129,39 @@ def two_nn_fit(
     return _reliable(Interval(fit.estimate, fit.low, fit.high, n=len(logs)))
 
 
-def gride(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None, *, neighbor: int = 1) -> Interval:
+@shows_progress("dimension of a cloud")
+def gride(
+    points: Float[Tensor, "n d"],
+    weights: Float[Tensor, " n"] | None = None,
+    *,
+    neighbor: int = 1,
+    progress: ProgressOption = None,
+) -> Interval:
     """GRIDE dimension at the scale of the k-th neighbor, k = ``neighbor``: maximum likelihood for the ratios
     r_2k / r_k; for k = 1 that of Two-NN. Its interval is asymptotic, from the observed information.
 
-    Raises and warns as ``two_nn`` does; 2k neighbors need 2k + 1 points.
+    Raises and warns as ``two_nn`` does, and reports its progress; 2k neighbors need 2k + 1 points.
 
     >>> x = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> abs(gride(x, neighbor=4).estimate - 3) < 0.3
     True
     """
     k = check_integer("neighbor", neighbor, at_least=1)
-    return _reliable(gride_of_ratios(neighbor_ratios(points, weights, neighbor=k), k))
+    return _reliable(gride_of_ratios(neighbor_ratios(points, weights, neighbor=k, progress=progress), k))
 
 
+@shows_progress("dimension by scale")
 def dimension_by_scale(
     points: Float[Tensor, "n d"],
     weights: Float[Tensor, " n"] | None = None,
     *,
     neighbors: Sequence[int] = (1, 2, 4, 8, 16),
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """GRIDE dimension over scales: ``dimension`` with its ends, and the mean distance to the k-th and 2k-th neighbor,
     along ``neighbor``. Noise has many dimensions at small scales, and a manifold its own at large ones.
 
-    Raises as ``gride`` does.
+    Raises as ``gride`` does. ``progress`` is called with the share of the work done.
 
     >>> x = torch.rand(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> dimension_by_scale(x, neighbors=[1, 4]).dimension.dims
@@ -149,7 +171,7 @@ def dimension_by_scale(
     if not scales:
         raise HelmscopeError(f"neighbors is {short_repr(neighbors)}, but it must hold at least one number")
     cloud = distinct_cloud(points, weights)
-    distances = NearestNeighbors.of(cloud, 2 * max(scales)).distances.cpu().numpy()
+    distances = NearestNeighbors.of(cloud, 2 * max(scales), progress).distances.cpu().numpy()
     found = [gride_of_ratios(distances[:, 2 * k - 1] / distances[:, k - 1], k) for k in scales]
     values = {"dimension": [each.estimate for each in found], "dimension_low": [each.low for each in found]}
     values |= {"dimension_high": [each.high for each in found]}
@@ -159,6 +181,7 @@ def dimension_by_scale(
     )
 
 
+@shows_progress("dimension by size")
 def dimension_by_size(
     points: Float[Tensor, "n d"],
     weights: Float[Tensor, " n"] | None = None,
@@ -166,12 +189,13 @@ def dimension_by_size(
     halvings: int = 4,
     estimate: Callable[[Float[Tensor, "n d"]], Interval] | None = None,
     seed: int = 0,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The Two-NN dimension (or another ``estimate``) of N, N/2, ..., N/2^halvings points: ``dimension``, the mean over
     disjoint random parts of the cloud, along ``points``. Where it still grows with N, the dimension is higher than any
     of these numbers.
 
-    Raises as ``two_nn`` does, for the smallest part.
+    Raises as ``two_nn`` does, for the smallest part. ``progress`` is called with the share of the work done.
 
     >>> x = torch.rand(400, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> dimension_by_size(x, halvings=2).points.values.tolist()
@@ -180,12 +204,15 @@ def dimension_by_size(
     halvings, seed = check_integer("halvings", halvings, at_least=0), check_seed(seed)
     cloud = distinct_cloud(points, weights)
     order = torch.randperm(len(cloud), generator=torch.Generator().manual_seed(seed), device="cpu").to(cloud.device)
-    sizes, means = [len(cloud) >> halving for halving in range(halvings, -1, -1)], []
+    sizes, means = [len(cloud) >> halving for halving in range(halvings, -1, -1)], list[float]()
+    report, done, total = check_progress(progress), 0, sum(size * len(cloud) for size in sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HighDimensionWarning)  # the curve is what the warning asks for
         for size in sizes:
             parts = [cloud[order[start : start + size]] for start in range(0, len(cloud) - size + 1, size)]
             means.append(float(np.mean([(estimate or two_nn)(part).estimate for part in parts])))
+            done += size * len(cloud)  # the time of a part grows as the square of its size
+            report(done / total)
     return xr.Dataset({"dimension": ("points", means)}, {"points": sizes})
 
 
@@ -224,14 +251,18 @@ def distinct_cloud(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | 
 
 
 def neighbor_ratios(
-    points: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None, *, neighbor: int = 1
+    points: Float[Tensor, "n d"],
+    weights: Float[Tensor, " n"] | None = None,
+    *,
+    neighbor: int = 1,
+    progress: ProgressOption = None,
 ) -> NDArray[np.float64]:
     """The ratios r_2k / r_k >= 1 of the distances of every distinct point to its neighbors, k = ``neighbor``.
 
     >>> neighbor_ratios(torch.tensor([[0.0], [1], [3], [7], [15], [31], [63], [127]]))[:3].tolist()
     [3.0, 2.0, 1.5]
     """
-    distances = NearestNeighbors.of(distinct_cloud(points, weights), 2 * neighbor).distances
+    distances = NearestNeighbors.of(distinct_cloud(points, weights), 2 * neighbor, progress).distances
     return np.asarray((distances[:, 2 * neighbor - 1] / distances[:, neighbor - 1]).cpu().numpy())
 
 

@@ -19,7 +19,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, Trajectory, type_with_article
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, ReplayPlan, System
+    from helmscope.types.progress import ProgressOption
 
 BOUNDS = {"r_squared": SHARE, "r_squared_without_self": SHARE, "key_count": AT_LEAST_0, "logit_spread": AT_LEAST_0}
 NAMES = {
@@ -121,11 +122,11 @@ class EffectiveBeta(Instrument):
         return measured
 
 
-def effective_beta(system: System) -> xr.Dataset:
+def effective_beta(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The effective beta of every head of a system, with replicates: ``EffectiveBeta`` by one replay, on the sphere of
     the theory.
 
-    Raises HelmscopeError for a system without attention.
+    Raises HelmscopeError for a system without attention. ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = effective_beta(record("A", ["Once upon a time there was a cat"]))
@@ -133,7 +134,7 @@ def effective_beta(system: System) -> xr.Dataset:
     ('layer', 'prompt', 'head')
     """
     instrument = EffectiveBeta()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def _usable_keys(x: Tensor, visible: Tensor | None) -> Bool[Tensor, "rows n"]:

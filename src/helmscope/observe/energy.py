@@ -20,13 +20,16 @@ from helmscope.fields.weights import check_weights
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product
 from helmscope.kernels.request import Request
-from helmscope.observe.observable import observable
+from helmscope.observe.observable import in_parts, observable
 from helmscope.observe.track import counted_tokens, token_weights
-from helmscope.types import HelmscopeError, check_real
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 
 FieldWithBeta = SA | USA | SinkhornAttention
@@ -95,32 +98,42 @@ def interaction_energy_sum(
 
 
 @observable
+@shows_progress("Gaussian energy")
 def gaussian_energy_as_printed(
-    x: Float[Tensor, "*batch n d"], *, beta: float, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"],
+    *,
+    beta: float,
+    weights: Float[Tensor, "*batch n"] | None = None,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Gaussian energy F = 1/2 sum_ij m_i m_j e^{-(beta/2) |x_i - x_j|^2}, which the [Mean-field notes] print as a
     *repulsive* energy.
 
     On the unit sphere F = beta e^{-beta} E_sum, so the flow with V = +I increases it: it is attractive. The repulsive
-    flow has V = -I.
+    flow has V = -I. ``progress`` is called with the share of the clouds done.
 
     >>> gaussian_energy_as_printed(torch.eye(2), beta=1.0)  # 1 + e^-1
     tensor(1.3679)
     """
     beta = check_real("beta", beta, at_least=0)
     x = counted_tokens(x, weights)
-    m = token_weights(x, weights)
-    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    pairs = m.unsqueeze(-1) * m.unsqueeze(-2)
-    return (pairs * torch.exp(-(beta / 2) * distance**2)).sum((-1, -2)) / 2
+
+    def energy(x: Tensor, m: Tensor) -> Tensor:
+        distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+        pairs = m.unsqueeze(-1) * m.unsqueeze(-2)
+        return (pairs * torch.exp(-(beta / 2) * distance**2)).sum((-1, -2)) / 2
+
+    return in_parts(energy, x, token_weights(x, weights), progress)
 
 
 @observable
+@shows_progress("rate of the energy")
 def interaction_energy_rate(
     x: Float[Tensor, "*batch n d"],
     field: FieldWithBeta,
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Rate dE/dt of the interaction energy along an attention field, with the beta and B of the field:
 
@@ -128,7 +141,8 @@ def interaction_energy_rate(
 
     For V = B = I it equals (1/n) sum_i (Z_i / n) |x_i'|^2 under SA and (1/n) sum_i |x_i'|^2 under USA; for V = -I, the
     negative of these. Mask and bias of the field affect only the velocities, not E. Not finite where e^beta overflows
-    the dtype. Raises HelmscopeError unless ``field`` is SA, USA or SinkhornAttention.
+    the dtype. Raises HelmscopeError unless ``field`` is SA, USA or SinkhornAttention. ``progress`` is called with the
+    share of the work done.
 
     >>> from helmscope.fields.attention import USA
     >>> interaction_energy_rate(torch.eye(2), USA(beta=1.0))
@@ -149,12 +163,15 @@ def interaction_energy_rate(
     query = over_tokens(field.beta, x) * query
     shares = _relative_weights(x, combined)
     beta = field.unit_beta
+    report = check_progress(progress)
     along = token_sum(Request(query, key, x, weights=combined, beta=beta))  # sum_j m_j e^{l_ij} x_j
+    report(0.5)
     back = along if beta is not None else token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
     rates = (
         matrix_product(velocity, b) * (torch.exp(along.shift) * along.total)
         + matrix_product(velocity, b.mT) * (torch.exp(back.shift) * back.total)
     ).sum(-1)
+    report(1.0)
     return (shares * rates).sum(-1) / (2 * (x.shape[-2] if combined is None else combined.sum(-1)))
 
 

@@ -41,12 +41,13 @@ from helmscope.observe.neighbor_entropy import (
     equal_weights,
     principal_projection,
 )
-from helmscope.observe.observable import observable
+from helmscope.observe.observable import in_parts, observable
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.pooled import RANK_TOLERANCE, CloudMoments, PooledMoments
 from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_integer, check_progress, pluralized
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,29 +91,39 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 @observable
+@shows_progress("Gaussian entropy")
 def gaussian_entropy(
-    x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"] | None = None,
+    *,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Gaussian entropy (1/2) log det(2 pi e C) of each cloud, C its covariance; minus infinity where C is singular, as
-    for n <= d.
+    for n <= d. ``progress`` is called with the share of the clouds done.
 
     >>> gaussian_entropy(torch.tensor([[1.0], [-1.0]])).item()  # (1/2) log(2 pi e)
     1.4189385332046727
     """
-    return moments_of(x, weights).gaussian_entropy
+    return in_parts(lambda x, m: moments_of(x, m).gaussian_entropy, x, token_weights(x, weights), progress)
 
 
 @observable
+@shows_progress("Fisher information")
 def gaussian_fisher_information(
-    x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"] | None = None,
+    *,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Gaussian Fisher information tr C^-1 of each cloud: E|score|^2 with the score -C^-1 (x - m) of the normal law of
-    the same moments, in flat space; infinite where C is singular.
+    the same moments, in flat space; infinite where C is singular. ``progress`` is called with the share of the clouds
+    done.
 
     >>> gaussian_fisher_information(torch.tensor([[2.0], [-2.0]])).item()
     0.25
     """
-    return moments_of(x, weights).gaussian_fisher_information
+    m = token_weights(x, weights)
+    return in_parts(lambda x, m: moments_of(x, m).gaussian_fisher_information, x, m, progress)
 
 
 def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]:
@@ -133,17 +144,23 @@ def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]
 
 
 @observable
+@shows_progress("matrix entropy")
 def matrix_entropy(
-    x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None = None, *, centered: bool = False
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"] | None = None,
+    *,
+    centered: bool = False,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Matrix entropy -tr(R log R) of each cloud, in nats, R = S / tr S with S the second moment about 0 or, if
     ``centered``, about the mean (the covariance); from 0, all tokens along one line, to log d. NaN where all tokens are
-    equal and ``centered``.
+    equal and ``centered``. ``progress`` is called with the share of the clouds done.
 
     >>> matrix_entropy(torch.eye(4)).exp().item()  # four directions
     4.0
     """
-    return _matrix_entropy(moments_of(x, weights), centered=centered)
+    m = token_weights(x, weights)
+    return in_parts(lambda x, m: _matrix_entropy(moments_of(x, m), centered=centered), x, m, progress)
 
 
 def _second_moment(moments: CloudMoments) -> Tensor:
@@ -158,7 +175,7 @@ def _matrix_entropy(moments: CloudMoments, *, centered: bool) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class PooledClouds:
+class PooledClouds(ConciseRepr):
     """The cloud of all tokens of all prompts at every depth, in coordinates of the linear space that they all span.
 
     ``basis`` (d, D) is orthonormal; D is below d where norms remove the mean, or tokens are few. ``undefined`` are the

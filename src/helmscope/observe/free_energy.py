@@ -11,7 +11,7 @@ attention: the mean over tokens of tr(P Sigma_A P) / t, summed over heads, t the
 (``attention_diffusion``): how fast a direction would diffuse if each head drew one key at random instead of averaging.
 **For an attention half-step** this means: real attention is deterministic and not a map of one token, so that it has no
 noise and no potential of its own. Delta F asks whether the tokens that attention leaves are lower in the landscape of
-the MLP that follows it, and more spread out, at the exchange rate nu.
+the MLP that follows it, and more spread out, with entropy weighted by nu.
 
 The prediction. If attention were isotropic diffusion nu and the MLP the flow of its force, then to first order
 
@@ -135,7 +135,9 @@ def free_energy_along_depth(
     for k, step in enumerate(steps):
         columns.append(step_changes(sampled, step, predict=predict))
         report(0.3 + 0.7 * (k + 1) / (len(steps) + 1))
-    return _as_measurement(sampled, columns, steps)
+    measurement = _as_measurement(sampled, columns, steps)
+    report(1.0)
+    return measurement
 
 
 def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], steps: list[Step]) -> xr.Dataset:

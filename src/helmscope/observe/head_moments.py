@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from helmscope.types import AttentionTensors, ReplayContext
 
+ROUNDING = 32  # units in the last place, up to which equal values may differ
 RADIAL = 0.1  # share of a squared length below which a difference of squares would lose more than a digit
 HEADS_NEED = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
 
@@ -189,7 +190,7 @@ def _moments(context: ReplayContext, tensors: AttentionTensors) -> HeadMoments:
     sums = _KernelSums.of(kernel, value, _along_heads(spaces.x, output), output, raw, context)
     valid, has_keys = sums.rest >= 0, sums.mass > 0
     per_radius = 1 / spaces.radius.unsqueeze(1)
-    rounding = 32 * torch.finfo(kernel.dtype).eps
+    rounding = ROUNDING * torch.finfo(kernel.dtype).eps
     tangent, ambient = sums.sampling()
     random, size = sums.random()
     # of the values before the shift: |W (v - shift)|^2 + |W shift|^2 is at least half of |W v|^2

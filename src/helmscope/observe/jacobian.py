@@ -28,6 +28,7 @@ from helmscope.geometry.sphere import check_tokens, tangent_basis
 from helmscope.observe.generator import Velocity, tangent_velocity
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_integer, check_progress
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float
@@ -40,7 +41,7 @@ CHUNK_ENTRIES = 2**22  # entries of the n x n (or n x d) arrays of all direction
 
 
 @dataclass(frozen=True, eq=False)
-class JacobianSpectrum:
+class JacobianSpectrum(ConciseRepr):
     """The k leading eigenvalues and singular values of the Jacobian of each system.
 
     Eigenvalues are sorted by decreasing real part (in a complex pair the one with positive imaginary part first),

@@ -21,7 +21,7 @@ from helmscope.observe.track import (
     AT_LEAST_0,
     AT_LEAST_1,
     SHARE,
-    check_system,
+    replayed,
     row_blocks,
     token_mean,
     token_weights,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 __all__ = [
     "KernelStatistics",
@@ -57,7 +58,7 @@ __all__ = [
     "visible_tokens",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "row_entropy")
 
 
 def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:
@@ -356,10 +357,10 @@ class KernelStatistics(Instrument):
         return with_bounds(measured, BOUNDS)
 
 
-def kernel_statistics(system: System) -> xr.Dataset:
+def kernel_statistics(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """Statistics of the attention kernel of a system, with replicates: ``KernelStatistics`` by one replay.
 
-    Raises HelmscopeError for a system without attention.
+    Raises HelmscopeError for a system without attention. ``progress`` is called with the share of the work done.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -368,7 +369,7 @@ def kernel_statistics(system: System) -> xr.Dataset:
     [[3.0], [3.0]]
     """
     instrument = KernelStatistics()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:

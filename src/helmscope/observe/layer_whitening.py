@@ -37,7 +37,7 @@ from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_o
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import tangent_jacobians
 from helmscope.observe.token_choice import sample_tokens, taken
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_weights, with_bounds
 from helmscope.types import Instrument, Needs, check_integer, check_real
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, ReplayPlan, System
+    from helmscope.types.progress import ProgressOption
 
 NAMES = {
     "antisymmetric_share_before": "antisymmetric share of the MLP's Jacobian on the range of Sigma_A",
@@ -143,8 +144,12 @@ class LayerWhitening(Instrument):
         return with_bounds(measured, bounds | dict.fromkeys(SHARES, SHARE))
 
 
-def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6) -> xr.Dataset:
+def layer_whitening(
+    system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
+) -> xr.Dataset:
     """Whitening of every layer of a system, with replicates: ``LayerWhitening`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> measured = layer_whitening(record("A", ["Once upon a time there was a cat"]), tokens=2)
@@ -152,7 +157,7 @@ def layer_whitening(system: System, *, tokens: int = 4, seed: int = 0, tol: floa
     (('layer', 'prompt'), True)
     """
     instrument = LayerWhitening(tokens=tokens, seed=seed, tol=tol)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 @full_precision

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from helmscope.types.progress import ProgressOption
 
+LABELS = {"kl": "KL divergence of the logit lens", "entropy": "entropy of the logit lens"}
 LOGITS_PER_FORWARD = 1 << 22  # logits that the head may return at a time
 LOGITS_PER_SUM = 1 << 18  # logits that are summed at a time, which fit in a cache
 
@@ -68,7 +69,10 @@ def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.D
             means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
             report((begin + (step + 1) / len(depths) * len(m)) / texts)
     quantities = {"kl": means[0], "entropy": means[1]}
-    return with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
+    measurement = with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
+    for name, label in LABELS.items():
+        measurement[name].attrs |= {"long_name": label, "units": "nats"}
+    return measurement
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

@@ -101,11 +101,18 @@ def loss_gradient_cosine(
     return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "cosine with the loss gradient"}))
 
 
+@shows_progress("loss gradient")
 def loss_gradient(
-    recording: Recording, *, layer: int | str, site: Site = Site.MLP, scale: float = 0.0
+    recording: Recording,
+    *,
+    layer: int | str,
+    site: Site = Site.MLP,
+    scale: float = 0.0,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "batch n d"]:
     """Loss gradient dL/dy of every token at the state y = x + s w after the half-step ``site`` (Site.ATTENTION or
     Site.MLP) of a layer, with its write w scaled by s = ``scale``; L is the sum of the next-token losses of the prompt.
+    ``progress`` is called with the share of the prompts done.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time"])
@@ -118,10 +125,11 @@ def loss_gradient(
         allowed = ", ".join(map(str, _writes(recording)))
         raise HelmscopeError(f"site is {short_repr(site)}, but it must be that of a write, one of {allowed}")
     scale = check_real("scale", scale)
-    found = []
+    report, found = check_progress(progress), []
     for rows in scoring.chunks():
         state = _inputs(scoring, rows)[number]
         found.append(_write_and_gradient(scoring, rows, state, number, site, scale)[1])
+        report(rows.stop / len(recording.batch))
     return torch.cat(found)
 
 

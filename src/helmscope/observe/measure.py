@@ -33,7 +33,7 @@ from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_uns
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
 from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
 from helmscope.observe.standalone import StandaloneMeasurement
-from helmscope.observe.track import check_system
+from helmscope.observe.track import check_system, replayed
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -74,7 +74,9 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
     ['arc_length', 'depth_steps', 'mlp_weights', 'bistochasticity']
     """
     return (
-        StandaloneMeasurement("arc_length", lambda system, quick, seed, progress: arc_length(system), (0.2, 0.2)),
+        StandaloneMeasurement(
+            "arc_length", lambda system, quick, seed, progress: arc_length(system, progress=progress), (0.2, 0.2)
+        ),
         StandaloneMeasurement(
             "depth_steps", lambda system, quick, seed, progress: depth_steps(system, progress=progress), (0.3, 0.3)
         ),
@@ -82,7 +84,10 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         _replayed(lambda quick, seed: Bistochasticity(), (1, 1)),
         _replayed(lambda quick, seed: GateSparsity(), (1.5, 1.5)),
         StandaloneMeasurement(
-            "effective_beta", lambda system, quick, seed, progress: effective_beta(system), (2, 2), _no_kernel
+            "effective_beta",
+            lambda system, quick, seed, progress: effective_beta(system, progress=progress),
+            (2, 2),
+            _no_kernel,
         ),
         StandaloneMeasurement(
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
@@ -114,8 +119,7 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
     """The measurement of an instrument that takes a replay of its own, since it is slower than the streaming ones."""
 
     def function(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-        instrument = make(quick, seed)
-        return system.replay(instrument, progress=progress)[instrument.name]
+        return replayed(system, make(quick, seed), progress)
 
     instrument = make(True, 0)
     return StandaloneMeasurement(
@@ -158,7 +162,7 @@ def _mobility_test(system: System, *, quick: bool, seed: int, progress: Progress
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mlp_weights(system, seed=seed)
+    return mlp_weights(system, seed=seed, progress=progress)
 
 
 def _mlp_swirl_bound(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:

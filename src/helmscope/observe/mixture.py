@@ -31,6 +31,7 @@ from helmscope.types import (
     pluralized,
     sub_progress,
 )
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -49,7 +50,7 @@ MINIMAL_GAIN = 1e-6  # EM stops once a step raises the log-likelihood by less th
 
 
 @dataclass(frozen=True, eq=False)
-class VMFMixture:
+class VMFMixture(ConciseRepr):
     """Fitted mixtures, one per cloud, of ``count`` components in order of decreasing weight.
 
     Rows of ``weights``, ``centers`` and ``kappas`` beyond ``count`` are 0. A kappa equal to max_kappa is limited by

@@ -30,7 +30,7 @@ from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.token_choice import spaced_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from helmscope.observe.mlp_parts import Parts
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, ReplayPlan, System
+    from helmscope.types.progress import ProgressOption
 
 
 CACHED_NUMBERS = 2**26  # of prepared weights that are kept between the chunks of a replay
@@ -88,15 +89,13 @@ class MlpForce(Instrument):
     per token for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts,
     hence of every interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
 
-    With ``per_token``, also ``token_potential_C`` and ``token_antisymmetric_share`` along the axis ``token``, NaN at
-    tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and each quantity NAME
-    by expert as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for an expert that no
-    token of a system selects. The experts of gpt-oss have clamped neurons, whose potential is not defined: U, grad U
-    and R are left out.
-
-    f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
-    state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP, and for points
-    that are not finite, with their text, layer and token.
+    With ``per_token``, also ``token_potential_C``, ``token_energy_C`` and ``token_antisymmetric_share`` along the axis
+    ``token``, NaN at tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and
+    each quantity NAME by expert as ``expert_NAME``, weighted by the routing weight, along the axis ``expert``: NaN for
+    an expert that no token of a system selects. The experts of gpt-oss have clamped neurons, whose potential is not
+    defined: U, grad U and R are left out. f is the MLP as a force on unit vectors, ``system.force``, evaluated at the
+    input of the MLP: under ``Layer()`` the state between the halves of a sequential block. Raises HelmscopeError for a
+    system without an MLP, and for points that are not finite, with their text, layer and token.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -204,7 +203,7 @@ class MlpForce(Instrument):
         self._prepared = {}
         measured = super().result()
         for name in list(measured.data_vars):
-            if "potential_" in str(name) and not str(name).startswith("token_"):
+            if "potential_" in str(name):
                 measured[str(name).replace("potential_", "energy_")] = -measured[name]
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = LABELS.get(str(name).removeprefix("token_"), str(name))
@@ -212,10 +211,12 @@ class MlpForce(Instrument):
         return with_bounds(measured, BOUNDS)
 
 
-def mlp_force(system: System, *, per_token: bool = False, tokens: int | None = TOKENS) -> xr.Dataset:
+def mlp_force(
+    system: System, *, per_token: bool = False, tokens: int | None = TOKENS, progress: ProgressOption = None
+) -> xr.Dataset:
     """Force, potential and swirl of a system's MLPs, with replicates: ``MlpForce`` by one replay.
 
-    Arguments, quantities and errors are those of ``MlpForce``.
+    Arguments, quantities and errors are those of ``MlpForce``. ``progress`` is called with the share of the work done.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -225,7 +226,7 @@ def mlp_force(system: System, *, per_token: bool = False, tokens: int | None = T
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
     instrument = MlpForce(per_token=per_token, tokens=tokens)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Tensor]:

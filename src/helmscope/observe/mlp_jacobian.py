@@ -35,7 +35,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_mixture import DENSE_ENTRIES, PreparedMixture, prepare
 from helmscope.observe.mlp_parts import is_centered
-from helmscope.observe.track import SHARE, check_system, token_weights, with_bounds
+from helmscope.observe.track import SHARE, replayed, token_weights, with_bounds
 from helmscope.types import Instrument, Needs
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import MlpTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 LABELS = {
     "antisymmetric_share": "antisymmetric share of the MLP's Jacobian in R^d",
@@ -126,8 +127,10 @@ class MlpJacobian(Instrument):
         return with_bounds(measured, dict.fromkeys([n for n in LABELS if "share" in n or "swirl" in n], SHARE))
 
 
-def mlp_jacobian(system: System) -> xr.Dataset:
+def mlp_jacobian(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """Antisymmetric shares of the Jacobians of a system's MLPs, with replicates: ``MlpJacobian`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope.fields.mlp import MLP
     >>> from helmscope.solve.integrate import integrate
@@ -136,7 +139,7 @@ def mlp_jacobian(system: System) -> xr.Dataset:
     0.0
     """
     instrument = MlpJacobian()
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
 def antisymmetric_share(force: Any, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"]:

@@ -31,13 +31,15 @@ from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
 from helmscope.observe.mlp_force import MlpForce, unit_points
-from helmscope.observe.track import SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.observe.track import SHARE, check_system, replayed, token_mean, token_weights, with_bounds
+from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     Instrument,
     Needs,
     as_measurement,
     check_integer,
+    check_progress,
     check_real,
     type_with_article,
 )
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import MlpTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 LABELS = {
     "coherence_max": "largest |cos| of two rows of W_in",
@@ -59,12 +62,13 @@ LABELS = {
     "alignment_absolute_null": "mean |cos| of what a neuron reads and another writes",
     "dead_neurons": "constant neurons: v = 0",
     "neuron_alignment": "cos of what a neuron reads and writes",
+    "neuron_coherence": "largest |cos| of what a neuron and another one read",
 }
+BY_NEURON = ("neuron_alignment", "neuron_coherence")
 GAUSSIAN_DRAWS = 4
 SPARSITY = ("gate_sparsity", "closed_gate_share", "silent_share")
 
 
-@full_precision
 def row_coherence(rows: Float[Tensor, "h d"]) -> tuple[float, float]:
     """The largest and the mean |cos(v_i, v_j)| over i != j of rows v; rows that are 0 are left out. NaN with fewer than
     two.
@@ -72,11 +76,18 @@ def row_coherence(rows: Float[Tensor, "h d"]) -> tuple[float, float]:
     >>> row_coherence(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0], [-3.0, 0.0]]))
     (1.0, 0.3333333333333333)
     """
-    unit = _directions(_check_rows(rows).double())
-    if len(unit) < 2:
-        return math.nan, math.nan
-    table = (unit @ unit.mT).abs().fill_diagonal_(0.0).clamp(max=1.0)
-    return float(table.max()), float(table.sum()) / (len(unit) * (len(unit) - 1))
+    largest, mean = _coherences(_check_rows(rows).double())
+    return _maximum(largest), mean
+
+
+def neuron_coherence(force: Force) -> Float[Tensor, " h"]:
+    """The largest |cos(v_i, v_j)| of each neuron i with another neuron j, v the rows of W_in (of the gate, if gated);
+    NaN for constant neurons, v = 0, and where there is no other.
+
+    >>> neuron_coherence(MLP(w_in=torch.tensor([[1.0, 0.0], [0.0, 0.0], [3.0, 4.0]]), w_out=torch.ones(2, 3)))
+    tensor([0.6000,    nan, 0.6000], dtype=torch.float64)
+    """
+    return _coherences(force.input_rows[0].detach().double())[0]
 
 
 def welch_bound(count: int, dim: int) -> float:
@@ -135,12 +146,20 @@ def permuted_alignment(force: Force, *, permutations: int = 1000, seed: int = 0)
     return table.gather(1, orders.mT).mean(0)
 
 
-def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 100, seed: int = 0) -> xr.Dataset:
+@shows_progress("weights of the MLPs")
+def mlp_weights(
+    system: System,
+    *,
+    fold_norm: bool = False,
+    permutations: int = 100,
+    seed: int = 0,
+    progress: ProgressOption = None,
+) -> xr.Dataset:
     """Coherence of W_in and alignment of W_out with it, of every layer: the replicates are layers, and for a mixture of
     experts there is one entry per expert along the axis ``expert``. No forward pass is run.
 
-    Quantities and references are those above; ``neuron_alignment`` has an axis ``neuron``. Raises HelmscopeError for a
-    system without MLPs.
+    Quantities and references are those above; ``neuron_alignment`` and ``neuron_coherence`` have an axis ``neuron``.
+    Raises HelmscopeError for a system without MLPs. ``progress`` is called with the share of the layers done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> seen = mlp_weights(integrate(MLP(w_in=torch.eye(2), w_out=-torch.eye(2)), torch.eye(2), times=[0.0]))
@@ -153,17 +172,21 @@ def mlp_weights(system: System, *, fold_norm: bool = False, permutations: int = 
     layers = [unfolded_force(system, layer, fold_norm=fold_norm) for layer in system.layers]
     stacks = [list(force.experts) if isinstance(force, MixtureOfExperts) else [force] for force in layers]
     known: dict[tuple[int, ...], dict[str, Any]] = {}
-    rows = [[_of_force(force, known, permutations, seed) for force in stack] for stack in stacks]
+    report, rows = check_progress(progress), list[list[dict[str, Any]]]()
+    for stack in stacks:
+        rows.append([_of_force(force, known, permutations, seed) for force in stack])
+        report(len(rows) / len(stacks))
     experts, neurons = max(map(len, rows)), max(len(row["neuron_alignment"]) for stack in rows for row in stack)
-    data = {name: np.full((len(rows), experts), np.nan) for name in LABELS if name != "neuron_alignment"}
-    cosines = np.full((len(rows), experts, neurons), np.nan)
+    data = {name: np.full((len(rows), experts), np.nan) for name in LABELS if name not in BY_NEURON}
+    cosines = {name: np.full((len(rows), experts, neurons), np.nan) for name in BY_NEURON}
     for i, stack in enumerate(rows):
         for k, row in enumerate(stack):
-            cosines[i, k, : len(row["neuron_alignment"])] = row["neuron_alignment"]
+            for name, values in cosines.items():
+                values[i, k, : len(row[name])] = row[name]
             for name, table in data.items():
                 table[i, k] = row[name]
     variables: dict[str, Any] = {name: (("layer", "expert"), table) for name, table in data.items()}
-    variables["neuron_alignment"] = (("layer", "expert", "neuron"), cosines)
+    variables |= {name: (("layer", "expert", "neuron"), values) for name, values in cosines.items()}
     coords = {"layer": list(system.layers), "expert": np.arange(experts), "neuron": np.arange(neurons)}
     measured = xr.Dataset(variables, coords)
     for label, value in measured.data_vars.items():
@@ -192,6 +215,8 @@ class GateSparsity(Instrument):
     their routing weights (``silent_share`` is then left out), and by expert, along the axis ``expert``:
     ``expert_gate_sparsity``, ``expert_closed_gate_share`` and ``expert_silent_share`` at the tokens that select it, the
     first two by its routing weights (NaN if there are none), and ``expert_weight``, its mean routing weight.
+    With ``per_neuron`` also ``neuron_gate_sparsity``, the share of tokens at which each neuron is below the threshold;
+    not for mixtures of experts.
 
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), -torch.eye(2), times=[0.0])
@@ -202,8 +227,11 @@ class GateSparsity(Instrument):
     name = "gate_sparsity"
     needs = Needs.FORCE
 
-    def __init__(self, *, threshold: float = 0.0, slope: float = 0.1) -> None:
+    def __init__(self, *, threshold: float = 0.0, slope: float = 0.1, per_neuron: bool = False) -> None:
         self.threshold, self.slope = check_real("threshold", threshold), check_real("slope", slope)
+        if not isinstance(per_neuron, bool):
+            raise HelmscopeError(f"per_neuron is {per_neuron!r}, but it must be True or False")
+        self.per_neuron = per_neuron
 
     def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured, as for ``MlpForce``."""
@@ -221,6 +249,9 @@ class GateSparsity(Instrument):
             values = {"gate_sparsity": below, "closed_gate_share": force.activation.slope(z) < self.slope}
             self.keep(context, {name: context.token_mean(v.to(x).mean(-1)) for name, v in values.items()})
             self.keep(context, {"silent_share": silent})
+            if self.per_neuron:
+                each = token_mean(below.to(x).mT, weights.unsqueeze(1).expand(len(x), z.shape[-1], -1))
+                self.keep(context, {"neuron_gate_sparsity": each}, axes=("neuron",))
             return
         below, closed, total = (torch.zeros_like(x[..., 0]) for _ in range(3))
         columns = {f"expert_{name}": x.new_full((len(x), len(force.experts)), torch.nan) for name in SPARSITY}
@@ -257,22 +288,32 @@ class GateSparsity(Instrument):
             "silent_share": f"share of neurons below {self.threshold:g} at every token",
         }
         labels |= {f"expert_{name}": f"{text}, by expert" for name, text in labels.items()}
+        labels["neuron_gate_sparsity"] = f"share of tokens at which a neuron is below {self.threshold:g}"
         labels["expert_weight"] = "mean routing weight of an expert"
         for name, value in measured.data_vars.items():
             value.attrs["long_name"] = labels[str(name)]
         return with_bounds(measured, dict.fromkeys([name for name in labels if name != "expert_weight"], SHARE))
 
 
-def gate_sparsity(system: System, *, threshold: float = 0.0, slope: float = 0.1) -> xr.Dataset:
+def gate_sparsity(
+    system: System,
+    *,
+    threshold: float = 0.0,
+    slope: float = 0.1,
+    per_neuron: bool = False,
+    progress: ProgressOption = None,
+) -> xr.Dataset:
     """How many neurons of a system's MLPs are switched off, with replicates: ``GateSparsity`` by one replay.
+
+    ``progress`` is called with the share of the work done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(MLP(w_in=torch.eye(2), w_out=torch.eye(2)), -torch.eye(2), times=[0.0])
     >>> gate_sparsity(run).silent_share.item()
     0.0
     """
-    instrument = GateSparsity(threshold=threshold, slope=slope)
-    return check_system(system).replay(instrument)[instrument.name]
+    instrument = GateSparsity(threshold=threshold, slope=slope, per_neuron=per_neuron)
+    return replayed(system, instrument, progress)
 
 
 def unfolded_force(system: System, layer: int, *, fold_norm: bool = False) -> Any:
@@ -302,11 +343,11 @@ def _of_force(
     rows = force.input_rows[0]
     key = (rows.data_ptr(), force.w_out.data_ptr(), *rows.shape)
     if key not in known:
-        largest, mean = row_coherence(rows)
+        coherence, mean = _coherences(rows.detach().double())
         cosine, null = neuron_alignment(force), permuted_alignment(force, permutations=permutations, seed=seed)
         exists = ~cosine.isnan()
         known[key] = {
-            "coherence_max": largest,
+            "coherence_max": _maximum(coherence),
             "coherence_mean": mean,
             "coherence_gaussian": gaussian_coherence(*rows.shape, seed=seed) if len(rows) > 1 else math.nan,
             "welch_bound": welch_bound(*rows.shape),
@@ -315,6 +356,7 @@ def _of_force(
             "alignment_absolute_null": float(null.mean()),
             "dead_neurons": float((~torch.stack([r.any(-1) for r in force.input_rows]).any(0)).sum()),
             "neuron_alignment": cosine.cpu().numpy(),
+            "neuron_coherence": coherence.cpu().numpy(),
         }
     return known[key]
 
@@ -328,6 +370,27 @@ def _check_rows(rows: object) -> Tensor:
     if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not rows.is_floating_point():
         raise HelmscopeError(f"rows is {type_with_article(rows)}, but it must be a float tensor (h, d)")
     return rows.detach()
+
+
+@full_precision
+def _coherences(rows: Tensor) -> tuple[Tensor, float]:
+    """The largest |cos| of each row with another one, NaN for rows that are 0, and the mean over all pairs of others;
+    NaN with fewer than two.
+    """
+    live = rows.any(-1)
+    largest, count = torch.full_like(rows[:, 0], torch.nan), int(live.sum())
+    if count < 2:
+        return largest, math.nan
+    unit = _directions(rows)
+    table = (unit @ unit.mT).abs().fill_diagonal_(0.0).clamp(max=1.0)
+    largest[live] = table.amax(-1)
+    return largest, float(table.sum()) / (count * (count - 1))
+
+
+def _maximum(values: Tensor) -> float:
+    """The largest number that is defined; NaN if none is."""
+    defined = values[~values.isnan()]
+    return float(defined.max()) if len(defined) else math.nan
 
 
 def _directions(rows: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
-from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
+from helmscope.observe.head_moments import HEADS_NEED, ROUNDING, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import force_jacobians
@@ -254,6 +254,7 @@ def _fields(
     slopes = torch.cat([slopes, -slopes.sum(-2, keepdim=True)], -2) * radius[..., None, None]
     values = torch.cat([value.double(), torch.zeros_like(value[..., :1, :]).double()], -2)
     written = torch.einsum("bhns,hds->bhnd", values, output)
+    rounding = (ROUNDING * torch.finfo(kernel.dtype).eps) ** 2
     found: list[list[SigmaField | None]] = []
     for row in range(len(x)):
         line: list[SigmaField | None] = []
@@ -263,6 +264,8 @@ def _fields(
                 line.append(None)
                 continue
             spread = written[row] - (p.unsqueeze(-1) * written[row]).sum(-2, keepdim=True)
+            trace, second = ((p * each.square().sum(-1)).sum(-1) for each in (spread, written[row]))
+            spread = torch.where((trace > rounding * second)[:, None, None], spread, 0.0)
             seen = p > 0  # the weight of a masked key is 0, and so is its derivative
             deviations, own = spread[seen] / radius[row, token], slopes[row, token][seen]
             line.append(SigmaField(x[row, token], p[seen], deviations, own, spaces.centered))

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, check_integer
+from helmscope.types import HelmscopeError, check_integer, check_progress
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 SPARE = 6  # candidates beyond the k wanted ones
 GROUP = 64  # columns that are compared by their minimum first
@@ -30,7 +33,7 @@ NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 31}  # of a block of products in memory
 
 
 @dataclass(frozen=True, eq=False)
-class NearestNeighbors:
+class NearestNeighbors(ConciseRepr):
     """Distances (n, k), in float64 and ascending, of each point to its k nearest other points, and their indices.
 
     >>> NearestNeighbors.of(torch.tensor([[0.0], [1.0], [3.0]]), 2).distances
@@ -44,9 +47,9 @@ class NearestNeighbors:
 
     @classmethod
     @full_precision
-    def of(cls, points: Float[Tensor, "n d"], k: int) -> NearestNeighbors:
+    def of(cls, points: Float[Tensor, "n d"], k: int, progress: ProgressOption = None) -> NearestNeighbors:
         """The k nearest neighbors of each point among the others. Raises HelmscopeError unless there are more than k
-        points, all finite.
+        points, all finite. ``progress`` is called with the share of the points searched.
 
         >>> NearestNeighbors.of(torch.eye(3), 1).distances.flatten().round(decimals=4)
         tensor([1.4142, 1.4142, 1.4142], dtype=torch.float64)
@@ -59,9 +62,10 @@ class NearestNeighbors:
             )
         if not bool(points.isfinite().all()):
             raise HelmscopeError("points hold a number that is not finite, but all must be finite")
-        unsure = torch.arange(len(points), device=points.device)
+        report, unsure = check_progress(progress), torch.arange(len(points), device=points.device)
         distances = torch.empty(len(points), k, dtype=torch.float64, device=points.device)
         indices = torch.empty(len(points), k, dtype=torch.long, device=points.device)
+        searched = 0
         for dtype in _dtypes():
             search, left = _Search.of(points, dtype), []
             for rows in torch.split(unsure, search.rows_at_once):
@@ -70,6 +74,8 @@ class NearestNeighbors:
                 order = found.argsort(stable=True)[:, :k]
                 distances[rows], indices[rows] = found.gather(-1, order), candidates.gather(-1, order)
                 left.append(rows[distances[rows, -1].square() > bound])
+                searched += len(rows)
+                report(min(1.0, searched / len(points)))
             unsure = torch.cat(left)
             if not len(unsure):
                 break

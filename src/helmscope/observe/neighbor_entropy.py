@@ -34,11 +34,14 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.nearest import distinct_points
 from helmscope.observe.observable import observable
 from helmscope.observe.track import token_weights
-from helmscope.types import HelmscopeError, check_integer
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_integer, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 DIMENSIONS, NEIGHBORS = 4, 4
 MAX_DIMENSIONS = 8
@@ -49,18 +52,21 @@ BLOCK = 512  # rows of distances in memory
 
 
 @observable
+@shows_progress("entropies from neighbors")
 def neighbor_entropy(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None = None,
     *,
     principal_axes: int = DIMENSIONS,
     neighbors: int = NEIGHBORS,
+    progress: ProgressOption = None,
 ) -> Float[Tensor, "*batch"]:
     """Kozachenko-Leonenko entropy of each cloud, projected to its first ``principal_axes`` principal axes, in nats,
     from the distances to the ``neighbors``-th nearest neighbor.
 
     Points of weight 0 do not count; the other weights must be equal. Copies of a point count once. Raises
     HelmscopeError for more than 8 dimensions (or than x has), for unequal weights and for too few distinct points.
+    ``progress`` is called with the share of the clouds done.
 
     >>> x = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> abs(neighbor_entropy(x, principal_axes=2).item()) < 0.05  # uniform on the unit square: 0
@@ -72,10 +78,11 @@ def neighbor_entropy(
     )
     counts = token_weights(x, weights)
     clouds = x.reshape(-1, *x.shape[-2:])
-    found = []
+    report, found = check_progress(progress), []
     for cloud, m in zip(clouds, counts.reshape(len(clouds), -1), strict=True):
         points = principal_projection(cloud[equal_weights(m)].double(), principal_axes)
         found.append(NeighborDistances.of(points[distinct(points)], neighbors).entropy)
+        report(len(found) / len(clouds))
     return torch.stack(found).reshape(x.shape[:-2])
 
 

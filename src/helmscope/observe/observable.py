@@ -7,15 +7,22 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
+import torch
+
 from helmscope.observe.track import trajectory_of
-from helmscope.types import HelmscopeError, System, Trajectory, type_with_article
+from helmscope.types import HelmscopeError, System, Trajectory, check_progress, type_with_article
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Cloud: TypeAlias = "Tensor | Trajectory | System"
+
+PARTS = 32  # of a batch, after each of which progress is reported
 
 NOTE = (
     "``x`` may also be a Trajectory or a System: then its states are evaluated with its weights, which are 0 for\n"
@@ -62,3 +69,29 @@ def observable(
 
     call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{NOTE}\n"
     return cast("Callable[Concatenate[Cloud, Params], Result]", call)
+
+
+def in_parts(
+    function: Callable[[Tensor, Tensor], Tensor],
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"],
+    progress: ProgressOption,
+) -> Float[Tensor, "*batch"]:
+    """The values of a function of tokens and weights for the clouds of a batch, a part of the batch at a time, after
+    each of which ``progress`` is called with the share of the clouds done. The tokens are checked already.
+
+    >>> import torch
+    >>> in_parts(lambda x, m: (m * x[..., 0]).sum(-1), torch.eye(2).expand(2, 2, 2), torch.ones(2), print)
+    0.5
+    1.0
+    tensor([1., 1.])
+    """
+    clouds, m = x.reshape(-1, *x.shape[-2:]), weights.expand(x.shape[:-1]).reshape(-1, x.shape[-2])
+    report, size, values, done = check_progress(progress), max(1, len(clouds) // PARTS), list["Tensor"](), 0
+    if not len(clouds):
+        return function(clouds, m).reshape(x.shape[:-2])
+    for part, part_weights in zip(torch.split(clouds, size), torch.split(m, size), strict=True):
+        values.append(function(part, part_weights))
+        done += len(part)
+        report(done / len(clouds))
+    return torch.cat(values).reshape(x.shape[:-2])

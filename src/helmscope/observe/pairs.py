@@ -34,13 +34,24 @@ from helmscope.observe.track import (
     with_bounds,
     with_replicates,
 )
-from helmscope.runs.bar import progress_reporting
-from helmscope.types import HelmscopeError, System, Trajectory, check_integer, check_real
+from helmscope.runs.bar import shows_progress
+from helmscope.types import (
+    HelmscopeError,
+    System,
+    Trajectory,
+    check_integer,
+    check_progress,
+    check_real,
+    sub_progress,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from numpy.typing import ArrayLike
     from torch import Tensor
+
+    from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 LEVELS, GAP = (0.8, 0.9, 0.99), 16
 CHUNK = 1 << 22  # inner products in memory at a time
@@ -76,7 +87,7 @@ class PairSet(Enum):
     AS_PRINTED = "as printed"
 
 
-@progress_reporting(None, "statistics of clouds")
+@shows_progress("statistics of clouds")
 @full_precision
 def cloud_statistics(
     system: Trajectory | System,
@@ -86,6 +97,7 @@ def cloud_statistics(
     gap: int = GAP,
     include_first_token: bool = False,
     ranks: bool = True,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Statistics over (depth, prompt) of the tokens of each prompt on the unit sphere.
 
@@ -101,6 +113,7 @@ def cloud_statistics(
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
     which are 0 for padding and special tokens; the first token, the usual attention sink, is left out unless
     ``include_first_token``. A statistic of no pairs is NaN. Everything is computed in float64, one depth at a time.
+    ``progress`` is called with the share of the work done.
 
     >>> tokens = torch.eye(3).expand(1, 2, 3, 3)
     >>> measured = cloud_statistics(Trajectory(torch.zeros(1), tokens), gap=1, levels=[0.9], include_first_token=True)
@@ -112,10 +125,11 @@ def cloud_statistics(
     path, ids = sphere_and_ids(system, ids)
     path = path if include_first_token else without_first_token(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
-    chunks = []
-    for begin in range(0, path.states.shape[1], rows_at_once):
-        rows = slice(begin, begin + rows_at_once)
-        chunks.append(_chunk_statistics(path, rows, None if ids is None else ids[rows], gap, levels, ranks))
+    report, texts, chunks = check_progress(progress), path.states.shape[1], []
+    for begin in range(0, texts, rows_at_once):
+        rows = slice(begin, min(begin + rows_at_once, texts))
+        part = sub_progress(report, begin / texts, rows.stop / texts)
+        chunks.append(_chunk_statistics(path, rows, None if ids is None else ids[rows], gap, levels, ranks, part))
     values = {name: torch.cat([chunk[name] for chunk in chunks], 1) for name in chunks[0]}
     if path.radius is not None:
         weights = torch.ones_like(path.radius[:1]) if path.weights is None else path.weights
@@ -203,7 +217,13 @@ class _PairWeights:
 
 
 def _chunk_statistics(
-    path: Trajectory, rows: slice, ids: Tensor | None, gap: int, levels: list[float], ranks: bool
+    path: Trajectory,
+    rows: slice,
+    ids: Tensor | None,
+    gap: int,
+    levels: list[float],
+    ranks: bool,
+    report: Progress,
 ) -> dict[str, Tensor]:
     """The statistics of some prompts at all depths, (depth, rows, ...) each."""
     by_depth = []
@@ -214,6 +234,7 @@ def _chunk_statistics(
             pairs = _PairWeights.of(m, ids, gap)
         x = retract(collapse_padding(x, m > 0))
         by_depth.append(_cloud_statistics(x, m, pairs, levels, ranks))
+        report(len(by_depth) / len(path.states))
     return {name: torch.stack([one[name] for one in by_depth]) for name in by_depth[0]}
 
 

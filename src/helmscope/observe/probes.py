@@ -41,6 +41,7 @@ from helmscope.models.head import head_on_directions
 from helmscope.models.recording import Recording
 from helmscope.observe.pairs import sphere_and_ids
 from helmscope.types import HelmscopeError, Trajectory, check_integer, check_seed
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -274,7 +275,7 @@ class LensLogits(ProbeKind):
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeBank:
+class ProbeBank(ConciseRepr):
     """Probes of several kinds. Calling it gives all of them at points (..., d), along a new last axis; iterating over
     it gives single probes, each a callable (..., d) -> (...), for ``sphere_generator`` and ``ambient_generator``.
 

@@ -29,6 +29,7 @@ from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
 from helmscope.observe.mlp_force import unit_points
 from helmscope.observe.track import token_mean, token_weights
 from helmscope.types import Instrument, Needs, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class QuadraticFreeEnergy:
+class QuadraticFreeEnergy(ConciseRepr):
     """Free energy with a quadratic potential: F = nu Ent + int V with V(x) = <slope, x - at> + <x - at, stiffness (x -
     at)> / 2, in float64, and what each prompt contributed to it, if that is known.
 

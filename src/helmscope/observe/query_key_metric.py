@@ -51,6 +51,7 @@ from helmscope.types import (
     check_seed,
     identity_coordinates,
 )
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -71,7 +72,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMatrices:
+class HeadMatrices(ConciseRepr):
     """The factors of M and O for the heads of a layer, with gain and projector of the norm folded in, in float64:
     M_h = queries_h^T keys_h and O_h = outputs_h values_h, on a space of dimension ``dim``.
 
@@ -178,13 +179,14 @@ def qk_ov_alignment(matrices: HeadMatrices) -> Float[Tensor, " heads"]:
     return product / torch.where(size > 0, size, torch.nan)
 
 
+@shows_progress("query-key metric")
 def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressOption = None) -> xr.Dataset:
     """Symmetric share, signature and alignment of the heads, along (layer, head): ``symmetric_share`` with its null
     (d + 1) / (2 d), ``positive_eigenvalue_count`` and ``negative_eigenvalue_count``, ``negative_eigenvalue_share``, and
     ``alignment`` with null 0.
 
-    They are computed from the weights; a few short forward passes read them. ``seed`` and ``progress`` are not used.
-    Raises HelmscopeError where ``head_matrices`` does.
+    They are computed from the weights; a few short forward passes read them. ``seed`` is not used.
+    ``progress`` is called with the share of the layers done. Raises HelmscopeError where ``head_matrices`` does.
 
     >>> from helmscope import record
     >>> metric = query_key_metric(record("A", ["Once upon a time"]))
@@ -193,8 +195,8 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
     (('layer', 'head'), 0.5026, 32)
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in NAMES}
-    matrices = head_matrices(recording)
-    for each in matrices:
+    matrices, report = head_matrices(recording), check_progress(progress)
+    for done, each in enumerate(matrices, 1):
         values = symmetric_eigenvalues(each.queries, each.keys)
         largest = values.abs().amax(-1, keepdim=True)
         columns["symmetric_share"].append(symmetric_share(each.queries, each.keys))
@@ -202,6 +204,7 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         columns["negative_eigenvalue_count"].append((values < -ZERO * largest).double().sum(-1))
         columns["negative_eigenvalue_share"].append(values.clamp(max=0).square().sum(-1) / values.square().sum(-1))
         columns["alignment"].append(qk_ov_alignment(each))
+        report(done / len(matrices))
     limits = {"symmetric_share": (0.0, 1.0), "negative_eigenvalue_share": (0.0, 1.0), "alignment": (-1.0, 1.0)}
     data = {
         name: (

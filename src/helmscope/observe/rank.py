@@ -30,7 +30,7 @@ __all__ = [
     "stable_rank",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__, __dir__ = listed_exports(__name__, __all__)
+    __getattr__, __dir__ = listed_exports(__name__, __all__, "effective_rank")
 
 
 @observable

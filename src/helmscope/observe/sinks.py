@@ -28,25 +28,27 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
-from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, row_blocks, token_mean, token_weights, with_bounds
+from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 SINK_THRESHOLD = 0.3
 NAMES = {
     "first_token_mass": "mean weight of the first token",
     "sink_share": f"share of queries that give the first token more than {SINK_THRESHOLD}",
-    "is_sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
+    "sink": f"whether the mean weight of the first token exceeds {SINK_THRESHOLD}",
     "row_mass": "mean row sum of the attention weights",
     "missing_mass": "1 - row mass: the share of a learned sink outside the tokens",
     "sink_value_norm_ratio": "mean |V_sink| / |V_ctx|",
 }
-BOUNDS = dict.fromkeys(("sink_share", "is_sink"), SHARE)
+BOUNDS = dict.fromkeys(("sink_share", "sink"), SHARE)
 BOUNDS |= dict.fromkeys(("first_token_mass", "row_mass", "sink_value_norm_ratio"), AT_LEAST_0)
 CONSTANCY_NAMES = {
     "cosine": "mean cosine of V_sink - mean value, over pairs of prompts",
@@ -61,7 +63,7 @@ class AttentionSinks(Instrument):
     """Instrument: the attention to the first visible token in every layer (at every time of a simulation), by head.
 
     ``first_token_mass`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
-    ``is_sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
+    ``sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
     sink metric of Gu et al. ``row_mass`` is the mean row sum and ``missing_mass`` is 1 minus it.
     ``sink_value_norm_ratio`` is the mean of |V_sink| / |V_ctx| over the queries where V_ctx is defined and not 0.
 
@@ -106,20 +108,21 @@ class AttentionSinks(Instrument):
         return measured.assign_attrs(first_query=self.first_query, threshold=SINK_THRESHOLD)
 
 
-def attention_sinks(system: System, *, first_query: int = 1) -> xr.Dataset:
+def attention_sinks(system: System, *, first_query: int = 1, progress: ProgressOption = None) -> xr.Dataset:
     """The attention to the first visible token, with replicates: ``AttentionSinks`` by one replay.
 
-    Raises HelmscopeError for a system without attention, or whose attention is hidden.
+    Raises HelmscopeError for a system without attention, or whose attention is hidden. ``progress`` is called with the
+    share of the work done.
 
     >>> from helmscope import record
     >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).first_token_mass.dims
     ('layer', 'prompt', 'head')
     """
     instrument = AttentionSinks(first_query=first_query)
-    return check_system(system).replay(instrument)[instrument.name]
+    return replayed(system, instrument, progress)
 
 
-def sink_constancy(system: System) -> xr.Dataset:
+def sink_constancy(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """Whether the value of the first visible token is the same in all prompts, for every layer and head.
 
     ``raw_cosine`` is the mean cosine of V_sink over pairs of prompts. A bias of the values, or a mean that all tokens
@@ -133,7 +136,8 @@ def sink_constancy(system: System) -> xr.Dataset:
 
     Prompts that begin with the same token have the same V_sink under a causal mask, see the head of this module; the
     attribute ``distinct_first_tokens`` of a recording of token ids says how many differ. Query heads that share their
-    values have equal results. Raises HelmscopeError for fewer than two prompts.
+    values have equal results. Raises HelmscopeError for fewer than two prompts. ``progress`` is called with the share
+    of the work done.
 
     >>> from helmscope import record
     >>> same = sink_constancy(record("A", ["Once upon a time", "Once there was a cat"]))
@@ -141,7 +145,7 @@ def sink_constancy(system: System) -> xr.Dataset:
     (('layer', 'head'), 1, True)
     """
     instrument = TokenValues()
-    measured = check_system(system).replay(instrument)[instrument.name]
+    measured = replayed(system, instrument, progress)
     replicate = str(measured.visible.dims[1])
     prompts = measured.sizes[replicate]
     if prompts < 2:
@@ -196,7 +200,7 @@ def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
 
 
 @dataclass(frozen=True, eq=False)
-class SinkDecomposition:
+class SinkDecomposition(ConciseRepr):
     """What queries retrieve, split at the sink: Y = weight * sink + (1 - weight) * context.
 
     >>> split = sink_decomposition(torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[4.0], [8.0]]))
@@ -306,7 +310,7 @@ def _statistics(
     return {
         "first_token_mass": mean_weight,
         "sink_share": token_mean((weight > SINK_THRESHOLD).to(kernel), counted),
-        "is_sink": above,
+        "sink": above,
         "row_mass": mean_mass,
         "missing_mass": 1 - mean_mass,
         "sink_value_norm_ratio": token_mean(ratio, counted * defined),

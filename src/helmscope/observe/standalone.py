@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from helmscope.types.display import ConciseRepr
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -21,7 +23,7 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class StandaloneMeasurement:
+class StandaloneMeasurement(ConciseRepr):
     """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
     forward passes of a model, in full and quick, and the function that says why it cannot be taken of a system.
 

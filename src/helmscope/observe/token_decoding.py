@@ -10,16 +10,18 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
-from helmscope.runs.bar import progress_reporting
-from helmscope.types import HelmscopeError, System, Trajectory
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, System, Trajectory, check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
+    from helmscope.types.progress import ProgressOption
 
-@progress_reporting(None, "token decoding accuracy")
+
+@shows_progress("token decoding accuracy")
 @full_precision
 def token_decoding_accuracy(
     reference: Trajectory | System,
@@ -27,6 +29,7 @@ def token_decoding_accuracy(
     *,
     reference_ids: Int[Tensor, "batch n"] | None = None,
     test_ids: Int[Tensor, "batch n"] | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Share of the tokens of each test prompt whose id is that of the nearest class mean, over (depth, prompt).
 
@@ -39,7 +42,7 @@ def token_decoding_accuracy(
     Only ids that occur in both halves are classes, and only their tokens are tested: ``classes`` of the attributes is
     their number. ``accuracy_null`` is the chance level, the accuracy on the same tokens of always answering the most
     frequent class of the reference. Tokens of weight 0 and the first token of each prompt are left out. A prompt
-    without any token to test has NaN.
+    without any token to test has NaN. ``progress`` is called with the share of the depths done.
 
     >>> start = torch.eye(3, dtype=torch.float64)[None, None]
     >>> path, ids = Trajectory(torch.zeros(1), start), torch.tensor([[0, 1, 2]])
@@ -61,13 +64,14 @@ def token_decoding_accuracy(
     true_labels, is_tested = _class_labels(test_half.ids, classes, test_half.counted)
     sizes = torch.bincount(labels[in_reference], minlength=len(classes))
     tested = is_tested.sum(-1)
-    rows = []
+    report, rows = check_progress(progress), []
     for depth in range(depths):
         sums = torch.zeros(len(classes), dim, dtype=torch.float64, device=labels.device)
         sums.index_add_(0, labels[in_reference], reference_half.centered(depth)[in_reference])
         means = torch.nn.functional.normalize(sums / sizes.unsqueeze(-1), dim=-1)
         nearest = (test_half.centered(depth) @ means.T).argmax(-1)
         rows.append(((nearest == true_labels) & is_tested).sum(-1).double() / tested)
+        report(len(rows) / depths)
     measurement = with_replicates({"accuracy": torch.stack(rows)}, test_half.path)
     chance = ((true_labels == sizes.argmax()) & is_tested).sum(-1).double() / tested
     measurement["accuracy_null"] = (test_half.path.replicate, chance.cpu().numpy())

@@ -95,7 +95,7 @@ def token_logits(
     for axis in ("depth", "position"):
         if axis not in coords:
             values, dims = values.squeeze(dims.index(axis)), tuple(dim for dim in dims if dim != axis)
-    return check_replicates(xr.Dataset({"logit": (dims, values)}, coords))
+    return check_replicates(xr.Dataset({"logit": (dims, values, {"long_name": "logit of the token"})}, coords))
 
 
 def _runner_at_depth(recording: Recording, depth: int | None) -> Runner:

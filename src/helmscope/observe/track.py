@@ -17,9 +17,10 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import is_vmapped
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import check_tokens
-from helmscope.runs.bar import shows_progress
+from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import (
     HelmscopeError,
+    Instrument,
     System,
     Trajectory,
     as_measurement,
@@ -61,6 +62,11 @@ def track(
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
     path, report, values = trajectory_of(system), check_progress(progress), {}
+    if not quantities:
+        raise HelmscopeError(
+            "quantities is empty, but track needs at least one function of tokens by its name, such as "
+            "order=hs.order_parameter"
+        )
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
@@ -265,3 +271,18 @@ def check_system(system: object) -> System:
             f"system is {shown}, but it must be a System with a mechanism, such as a Simulation{record_first(system)}"
         )
     return system
+
+
+def replayed(system: object, instrument: Instrument, progress: ProgressOption) -> xr.Dataset:
+    """The Measurement of one instrument from a replay of its own, whose bar has the instrument's name; what every
+    measurement by one replay does. Raises HelmscopeError for what ``check_system`` refuses.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.observe.kernel import KernelStatistics
+    >>> from helmscope.solve.integrate import integrate
+    >>> replayed(integrate(SA(beta=0.0), torch.eye(3), times=[1.0]), KernelStatistics(), print).row_mass.item()
+    1.0
+    1.0
+    """
+    with progress_reporting(progress, instrument.name.replace("_", " ")) as report:
+        return check_system(system).replay(instrument, progress=report)[instrument.name]

@@ -13,6 +13,7 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import effective_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
+from helmscope.plots.limits import tidy_axis
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.plots.variable_panel import MAX_MARKERS, axis_name, draw_singles, single_replicates
 from helmscope.stats.reduce import band, band_text, reduced
@@ -151,6 +152,7 @@ def draw_curves(
                 _draw_dashed(panel, single_means[name], label, color)
         shown = next((data for data in (means, single_means) if data is not None), None)
         panel.set(xlabel="time" if shown is None else axis_name(shown, next(iter(shown.dims))))
+        tidy_axis(panel)
         if content.labels and panel.get_legend_handles_labels()[0]:
             # above the panel, so that it does not cover the curves
             place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}

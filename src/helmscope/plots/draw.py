@@ -22,7 +22,7 @@ from helmscope.plots.depth import depth_figure
 from helmscope.plots.free_energy import free_energy_figure
 from helmscope.plots.measurement import measurement_figure
 from helmscope.plots.measurements import measurements_figure
-from helmscope.plots.overview import overview_figure
+from helmscope.plots.overview import is_overview, overview_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.probes import probe_bank_figure
 from helmscope.plots.tokens import tokens_figure
@@ -49,7 +49,7 @@ def plot(item: object, **options: Any) -> Figure:
       over depth, layer or time, and maps over heads (``measurement_figure``: ``variables``, ``log``, ``title``);
     - all measurements of a system, the dict that ``measure`` returns: panels over depth, and maps over heads
       (``measurements_figure``: ``title``), or single ``variables`` of them;
-    - an ``overview``: its four panels (``overview_figure``: ``title``), or single ``variables`` as curves;
+    - an ``overview``, or a dict of several by label (``overview_figure``: ``title``), or single ``variables`` of them;
     - a ``PhaseDiagram``: heat maps (``phase_figure``: ``title``);
     - a transport ``Plan`` (``plan_figure``: ``lines``, ``title``) or ``Barycenter`` (``barycenter_figure``: ``title``);
     - a ``Bridge``: its marginals over time (``bridge_figure``: ``n``, ``panels``, ``seed``, ``title``), or a
@@ -161,8 +161,7 @@ def _measurement(item: xr.Dataset, **options: Any) -> Figure:
     chosen = {"variables", "log"} & set(options)
     if {"free_energy", "free_energy_rate"} <= set(item) and not chosen:
         return _draw(free_energy_figure, item, options)
-    is_overview = {"beta", "delta", "max_angle"} <= set(item.attrs) and "inner_product_histogram" in item
-    if is_overview and not chosen:
+    if is_overview(item) and not chosen:
         return _draw(overview_figure, item, options)
     return _draw(measurement_figure, item, options)
 
@@ -177,4 +176,6 @@ def _variable(item: xr.DataArray, **options: Any) -> Figure:
 def _measurements(item: Mapping[str, xr.Dataset], **options: Any) -> Figure:
     if item and set(item) <= {*measurement_names(), *INTERVENTIONS} and not {"variables", "log"} & set(options):
         return _draw(measurements_figure, item, options)
+    if item and all(map(is_overview, item.values())) and not {"variables", "log"} & set(options):
+        return _draw(overview_figure, item, options)
     return _draw(measurement_figure, item, options)

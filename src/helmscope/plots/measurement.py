@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.limits import DrawnCurve, cut_outlying
+from helmscope.plots.families import CurveStyle, Family, label_colors, legend_handles
+from helmscope.plots.limits import DrawnCurve, cut_outlying, tidy_axis
 from helmscope.plots.maps import draw_map
+from helmscope.plots.shown import Shown, reduced_by_label
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
 from helmscope.plots.variable_panel import (
     as_floats,
@@ -20,12 +23,11 @@ from helmscope.plots.variable_panel import (
     draw_singles,
     plain,
     positions,
-    single_replicates,
     variables,
     whole_ticks,
 )
-from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError, check_name, keeps_replicates, pluralized, replicate_axis, type_with_article
+from helmscope.stats.reduce import band_text
+from helmscope.types import HelmscopeError, check_name, pluralized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,44 +35,10 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
 
-STATE_AXES = ("depth", "layer", "time")  # the horizontal axis, if a variable has one of these
-ACROSS, WIDTH, HEIGHT, HEADING = 3, 3.3, 2.7, 0.6  # panels in a row; inches
+ACROSS, WIDTH, HEIGHT, HEADING, LINE = 3, 3.3, 2.7, 0.6, 0.16  # panels in a row; inches
 MAX_VARIABLES, MAX_CURVES = 12, 12
-LETTERS = 40  # of a panel's title in a line
-
-
-@dataclass(frozen=True, eq=False)
-class _Shown:
-    """A reduced Measurement, its label, the name of the replicates that it is the mean of, and the replicates
-    themselves if they are too few for a band.
-    """
-
-    label: str
-    data: xr.Dataset
-    replicate: str
-    singles: Sequence[xr.Dataset] = ()
-
-    def has_band(self, name: str) -> bool:
-        """Whether a band is drawn, rather than single replicates; a range needs no minimum number of replicates."""
-        return not self.singles or self.data[name].attrs.get("summary") == "range"
-
-    def single_values(self, name: str) -> list[xr.DataArray]:
-        """The replicates of a variable, with the axes of ``value(name)``, if they are drawn instead of a band."""
-        dims = self.value(name).dims
-        return [] if self.has_band(name) else [_with_axes(single[name], dims) for single in self.singles]
-
-    def count(self, name: str) -> int:
-        """The number of replicates of a variable."""
-        return int(self.data[name].attrs["n"] if "n" in self.data[name].attrs else self.data.attrs["n"])
-
-    def value(self, name: str) -> xr.DataArray:
-        """A variable with depth, layer or time as its first axis, and without axes of a single entry after it."""
-        value = self.data[name]
-        first = next((axis for axis in STATE_AXES if axis in value.dims), next(iter(value.dims), None))
-        if first is None:
-            return value
-        value = value.transpose(first, ...)
-        return value.squeeze([dim for dim in value.dims[1:] if value.sizes[dim] == 1], drop=True)
+LETTERS, LETTERS_OF_MAPS = 40, 32  # of a panel's title in a line; where color scales make panels narrower
+ACROSS_INCH = 14.5  # letters of the caption
 
 
 @dataclass(frozen=True)
@@ -78,8 +46,9 @@ class _Panel:
     """One panel: a variable of all Measurements as curves, or of one of them as a map."""
 
     name: str
-    shown: Sequence[_Shown]
+    shown: Sequence[Shown]
     is_map: bool = False
+    is_first: bool = True  # among the maps of the variable
 
 
 def measurement_figure(
@@ -92,10 +61,11 @@ def measurement_figure(
     """Figure of a Measurement, or of several by label, such as ``{"A": first, "untrained twin": second}``.
 
     Each variable has one panel with the mean over replicates and its interval over depth, layer, time or its only axis;
-    NAME_null is dotted. Several Measurements are curves of different color in the same panel. A variable with an axis
-    ``head``, or with a second numeric axis of more than five entries, is a map, one for each Measurement, on a common
-    color scale. The title is ``title`` or, for a single Measurement, its attributes model and title. A variable of
-    ``paired_difference`` has a line at 0. A few points far from the others are arrows at the edge with their values.
+    NAME_null is dotted. Several Measurements are curves of different color in the same panel, and entries of a further
+    axis have different line styles, or colors for a single Measurement. A variable with an axis ``head``, or with a
+    second numeric axis of more than five entries, is a map, one for each Measurement, on a common color scale. The
+    title is ``title`` or, for a single Measurement, its attributes model and title. A variable of ``paired_difference``
+    has a line at 0. A few points far from the others are arrows at the edge with their values.
     Two replicates are drawn as thin lines or dots instead of a band. Replicates are reduced first
     (``reduce_replicates``).
 
@@ -112,74 +82,91 @@ def measurement_figure(
     >>> [panel.get_title(loc="left") for panel in figure.axes], [len(panel.lines) for panel in figure.axes]
     (['width'], [2])
     """
-    shown = _reduced_by_label(measurements)
+    shown = reduced_by_label(measurements)
     names, omitted = _choose_variables(shown, variables)
-    panels = [panel for name in names for panel in _panels(name, shown)]
     logged = {_known_variable(name, shown) for name in ([log] if isinstance(log, str) else log)}
-    # maps of the same variable are side by side
-    columns = (
-        min(ACROSS, len(panels)) if len(shown) == 1 or not any(panel.is_map for panel in panels) else min(4, len(shown))
+    return draw_figure(shown, names, omitted, logged=logged, title=title)
+
+
+def draw_figure(
+    shown: Sequence[Shown],
+    names: Sequence[str],
+    omitted: Sequence[str] = (),
+    *,
+    logged: Collection[str] = (),
+    title: str = "",
+    note: str = "",
+) -> Figure:
+    """Draws the variables of these names, with a caption that names those ``omitted`` and ends with a ``note``.
+
+    >>> import xarray as xr
+    >>> width = xr.Dataset({"width": (("layer", "prompt"), [[1.0, 2.0, 4.0], [3.0, 4.0, 5.0]])})
+    >>> draw_figure(reduced_by_label(width), ["width"], note="of A").get_suptitle()
+    'mean over 3 prompts; band: 95 % interval; of A'
+    """
+    panels = [panel for name in names for panel in _panels(name, shown)]
+    columns, slots = _layout(panels, len(shown))
+    rows = -(-len(slots) // columns)
+    width = max(WIDTH * columns, 4.6)
+    title = title or (_own_title(shown[0].data) if len(shown) == 1 else "")
+    caption = textwrap.fill(
+        "; ".join(filter(None, (_caption(shown, panels, omitted), note))), round(ACROSS_INCH * width)
     )
-    rows = -(-len(panels) // columns)
+    above = HEADING + LINE * caption.count("\n")
+    letters = LETTERS if not any(panel.is_map for panel in panels) else LETTERS_OF_MAPS
     with styled():
-        figure = blank_figure(max(WIDTH * columns, 4.6), max(map(_panel_height, panels)) * rows + HEADING)
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for place, panel in zip(axes, panels, strict=False):
-            if panel.is_map:
+        figure = blank_figure(width, max(map(_panel_height, panels)) * rows + above)
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for place, panel in itertools.zip_longest(axes, slots):
+            if panel is None:
+                place.remove()
+            elif panel.is_map:
                 (each,), name = panel.shown, panel.name
                 value = each.value(name)
-                heading = ": ".join(filter(None, (each.label, _panel_title(value, name))))
+                heading = ": ".join(filter(None, (each.label, _panel_title(value, name, letters))))
                 shared = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
                 draw_map(figure, place, value, shared, title=heading, log=name in logged)
             else:
-                _draw_curves(place, panel, log=panel.name in logged)
-        for place in axes[len(panels) :]:
-            place.remove()
-        title = title or (_own_title(shown[0].data) if len(shown) == 1 else "")
-        figure.suptitle(plain("\n".join(filter(None, (title, _caption(shown, panels, omitted))))), fontsize=9)
+                _draw_curves(place, panel, log=panel.name in logged, letters=letters)
+        figure.suptitle(plain("\n".join(filter(None, (title, caption)))), fontsize=9)
         if len(shown) > 1:
-            _draw_legend(figure, axes, panels)
+            _draw_legend(figure, panels)
     return figure
 
 
-def _reduced_by_label(measurements: Any) -> list[_Shown]:
-    """The Measurements, reduced; raises HelmscopeError for anything else."""
-    by_label = measurements if isinstance(measurements, Mapping) and not _is_dataset(measurements) else None
-    if by_label is not None and not by_label:
-        raise HelmscopeError("measurements is empty, but it must hold at least one Measurement")
-    shown = []
-    for label, data in ({"": measurements} if by_label is None else by_label).items():
-        if not _is_dataset(data):
-            name = "measurements" if by_label is None else f"measurements['{label}']"
-            raise HelmscopeError(
-                f"{name} is {type_with_article(data)}, but it must be a Measurement (xarray Dataset), such as "
-                "hs.track(recording, order=hs.order_parameter)"
-            )
-        replicate = replicate_axis(data) if keeps_replicates(data) else str(data.attrs.get("replicate", "replicate"))
-        shown.append(_Shown(str(label), reduced(data), replicate, single_replicates(data)))
-    return shown
+def _layout(panels: Sequence[_Panel], count: int) -> tuple[int, list[_Panel | None]]:
+    """The number of panels in a row, and what each place holds: maps of the same variable are side by side."""
+    if count == 1 or not any(panel.is_map for panel in panels):
+        return min(ACROSS, len(panels)), list(panels)
+    choices = []
+    for columns in (min(count, 4), 4) if all(panel.is_map for panel in panels) else (ACROSS, 4):
+        slots: list[_Panel | None] = []
+        for panel in panels:
+            if panel.is_map and panel.is_first:
+                left = -len(slots) % columns
+                slots += [None] * (left if 0 < left < min(count, columns) else 0)
+            slots.append(panel)
+        choices.append((-len(slots) % columns + slots.count(None), columns, slots))
+    _, columns, slots = min(choices, key=lambda choice: choice[0])
+    return min(columns, len(slots)), slots
 
 
-def _is_dataset(value: object) -> bool:
-    return hasattr(value, "data_vars")
-
-
-def _known_variable(name: object, shown: Sequence[_Shown]) -> str:
+def _known_variable(name: object, shown: Sequence[Shown]) -> str:
     return check_name("variable of the measurements", str(name), _common_variables(shown))
 
 
-def _common_variables(shown: Sequence[_Shown]) -> list[str]:
+def _common_variables(shown: Sequence[Shown]) -> list[str]:
     return [name for name in variables(shown[0].data) if all(name in each.data for each in shown)]
 
 
-def _choose_variables(shown: Sequence[_Shown], chosen: str | Sequence[str] | None) -> tuple[list[str], int]:
-    """The variables to draw, and the number of those that are left out."""
+def _choose_variables(shown: Sequence[Shown], chosen: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The variables to draw, and those that are left out."""
     if chosen is not None:
         names = [_known_variable(name, shown) for name in ([chosen] if isinstance(chosen, str) else chosen)]
         obstacles = list(filter(None, (_obstacle(name, shown) for name in names)))
         if obstacles or not names:
             raise HelmscopeError(obstacles[0] if obstacles else "variables is empty, but it must name at least one")
-        return names, 0
+        return names, []
     common = _common_variables(shown)
     if not common:
         held = " and ".join(str(variables(each.data)) for each in shown)
@@ -187,10 +174,10 @@ def _choose_variables(shown: Sequence[_Shown], chosen: str | Sequence[str] | Non
     drawn = [name for name in common if _obstacle(name, shown) is None][:MAX_VARIABLES]
     if not drawn:
         raise HelmscopeError(str(_obstacle(common[0], shown)))
-    return drawn, len(common) - len(drawn)
+    return drawn, [name for name in common if name not in drawn]
 
 
-def _obstacle(name: str, shown: Sequence[_Shown]) -> str | None:
+def _obstacle(name: str, shown: Sequence[Shown]) -> str | None:
     """Why a variable cannot be drawn, in one sentence; None if it can."""
     values = [each.value(name) for each in shown]
     dims = [tuple(map(str, value.dims)) for value in values]
@@ -215,9 +202,9 @@ def _is_map(value: xr.DataArray) -> bool:
     return value.dims[1] == "head" or value.shape[1] > len(COLORS)
 
 
-def _panels(name: str, shown: Sequence[_Shown]) -> Iterator[_Panel]:
+def _panels(name: str, shown: Sequence[Shown]) -> Iterator[_Panel]:
     if _is_map(shown[0].value(name)):
-        yield from (_Panel(name, [each], is_map=True) for each in shown)
+        yield from (_Panel(name, [each], is_map=True, is_first=each is shown[0]) for each in shown)
     else:
         yield _Panel(name, shown)
 
@@ -228,64 +215,75 @@ def _panel_height(panel: _Panel) -> float:
     return max(HEIGHT, 0.17 * value.shape[0] + 0.9) if panel.is_map and "head" in value.dims else HEIGHT
 
 
-def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
+def _draw_points(panel: Axes, content: _Panel, *, log: bool, letters: int) -> None:
     """Draws a variable without axes: one point with its interval for each Measurement."""
-    for k, (each, color) in enumerate(zip(content.shown, _colors(len(content.shown)), strict=True)):
-        bars = [
-            as_floats(entry, content.name)[:, 0] for entry in (each.value(content.name), *_band(each, content.name))
-        ]
+    for k, (each, color) in enumerate(zip(content.shown, label_colors(len(content.shown)), strict=True)):
+        bars = [as_floats(entry, content.name)[:, 0] for entry in (each.value(content.name), *each.band(content.name))]
         draw_curve(panel, np.array([float(k)]), (bars[0], bars[1], bars[2]), each.label, color, categorical=True)
         singles = [as_floats(single, content.name)[:, 0] for single in each.single_values(content.name)]
         draw_singles(panel, np.array([float(k)]), singles, color, categorical=True)
-        if (null := _null(each, content.name)) is not None:
+        if (null := each.null(content.name)) is not None:
             panel.plot([k - 0.3, k + 0.3], [float(null)] * 2, color=color, linestyle=":", label="_null")
     panel.set_xticks(range(len(content.shown)), [plain(textwrap.shorten(each.label, 28)) for each in content.shown])
     panel.set_xlim(-0.6, len(content.shown) - 0.4)
     _draw_zero_line(panel, content.shown[0].value(content.name))
     if log:
         panel.set_yscale("log")
-    panel.set_title(plain(_panel_title(content.shown[0].value(content.name), content.name)), loc="left", fontsize=9)
+    tidy_axis(panel)
+    panel.set_title(
+        plain(_panel_title(content.shown[0].value(content.name), content.name, letters)), loc="left", fontsize=9
+    )
 
 
-def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
+def _draw_curves(panel: Axes, content: _Panel, *, log: bool, letters: int) -> None:
     """Draws a variable of every Measurement: one curve each, or one for each entry of its second axis."""
     name, values = content.name, [each.value(content.name) for each in content.shown]
     if not values[0].ndim:
-        _draw_points(panel, content, log=log)
+        _draw_points(panel, content, log=log, letters=letters)
         return
-    families = [curve_labels(value) for value in values]
-    colors = iter(_colors(sum(map(len, families))))
+    family = _family(content)
     drawn: list[Any] = []
     curves: list[DrawnCurve] = []
-    for each, value, family in zip(content.shown, values, families, strict=True):
+    for m, (each, value, styles) in enumerate(zip(content.shown, values, family.styles, strict=True)):
         x, categories = positions(value)
-        bars = [as_floats(entry, name) for entry in (value, *_band(each, name))]
+        bars = [as_floats(entry, name) for entry in (value, *each.band(name))]
         singles = [as_floats(single, name) for single in each.single_values(name)]
-        null, drawn = _null(each, name), drawn + bars
-        for k, entry in enumerate(family):
-            color, label = next(colors), ", ".join(filter(None, (each.label, entry))) or "_only"
+        null, drawn = each.null(name), drawn + bars
+        for k, (entry, style) in enumerate(zip(family.entries, styles, strict=True)):
+            label = ", ".join(filter(None, (each.label, entry))) or "_only"
             categorical = categories is not None
-            place = x + (_sidestep(content.shown.index(each), k, len(families), len(family)) if categorical else 0)
+            place = x + (_sidestep(m, k, len(content.shown), len(styles)) if categorical else 0)
             edges = (bars[0][:, k], bars[1][:, k], bars[2][:, k])
-            draw_curve(panel, place, edges, label, color, categorical=categorical)
-            draw_singles(panel, place, [single[:, k] for single in singles], color, categorical=categorical)
-            curves += [] if categorical else [DrawnCurve(place, bars[0][:, k], color)]
+            look: Any = {"categorical": categorical, "line": style.style}
+            marker = style.marker if categorical else ("o" if style.line == 0 else "")  # which would hide the dashes
+            draw_curve(panel, place, edges, label, style.color, **look, marker=marker)
+            draw_singles(panel, place, [single[:, k] for single in singles], style.color, **look)
+            curves += [] if categorical else [DrawnCurve(place, edges[0], style.color, *edges[1:])]
             if null is not None:
                 level = as_floats(null.broadcast_like(value).transpose(*value.dims), name)[:, k]
-                panel.plot(x, level, color=color, linestyle=":", label="_null")
+                panel.plot(x, level, color=style.color, linestyle=":", label="_null")
         if categories is not None:
             panel.set_xticks(x, categories)
             panel.set_xlim(-0.5, len(categories) - 0.5)
     panel.set_xlabel(plain(axis_name(values[0], values[0].dims[0])))
     whole_ticks(panel.xaxis, values[0], values[0].dims[0])
     _draw_zero_line(panel, values[0])
-    if max(map(len, families)) > 1:
-        panel.legend(fontsize=7, loc="best")
     if log or (values[0].attrs.get("scale") == "log" and spans_decades(*drawn)):
         panel.set_yscale("log")
     elif curves:
         cut_outlying(panel, curves)
-    panel.set_title(plain(_panel_title(values[0], name)), loc="left", fontsize=9)
+    tidy_axis(panel)
+    family.draw_legend(panel, _panel_title(values[0], name, letters), categorical=positions(values[0])[1] is not None)
+
+
+def _family(content: _Panel) -> Family:
+    """The curves of a panel."""
+    value = content.shown[0].value(content.name)
+    labels = tuple(each.label for each in content.shown)
+    if "quantile" not in value.dims[1:]:
+        return Family(tuple(curve_labels(value)), labels)
+    quantiles = tuple(value["quantile"].values.tolist())
+    return Family(tuple(f"{100 * each:g} %" for each in quantiles), labels, quantiles)
 
 
 def _draw_zero_line(panel: Axes, value: xr.DataArray) -> None:
@@ -300,47 +298,21 @@ def _sidestep(measurement: int, entry: int, measurements: int, entries: int) -> 
     return min(0.12, 0.6 / total) * (index - (total - 1) / 2)
 
 
-def _band(shown: _Shown, name: str) -> Iterator[xr.DataArray]:
-    """The edges of the band of a variable, with the axes of ``shown.value(name)``."""
-    dims, hidden = shown.value(name).dims, not shown.has_band(name)
-    for edge in band(shown.data, name):
-        yield _with_axes(edge * np.nan if hidden else edge, dims)
-
-
-def _with_axes(value: xr.DataArray, dims: Sequence[Hashable]) -> xr.DataArray:
-    """The variable without its axes of a single entry that are not among ``dims``, and with these in order."""
-    return value.squeeze([dim for dim in value.dims if dim not in dims], drop=True).transpose(*dims)
-
-
-def _null(shown: _Shown, name: str) -> xr.DataArray | None:
-    """The null of a variable; None if it has none, or one with other axes."""
-    null = shown.data.get(f"{name}_null")
-    return null if null is not None and set(null.dims) <= set(shown.value(name).dims) else None
-
-
 def _own_title(data: xr.Dataset) -> str:
     """The model of a Measurement, and what was done to it, as far as its attributes say so."""
     return ": ".join(str(data.attrs[name]) for name in ("model", "title") if data.attrs.get(name))
 
 
-def _panel_title(value: xr.DataArray, name: str) -> str:
+def _panel_title(value: xr.DataArray, name: str, letters: int) -> str:
     """The name of a variable with its unit and, for a difference, what was subtracted from what."""
     title = str(value.attrs.get("long_name", name.replace("_", " ")))
     title += f" ({value.attrs['units']})" if "units" in value.attrs else ""
     title += f": {value.attrs['difference']}" if "difference" in value.attrs else ""
-    return textwrap.fill(title, LETTERS)
+    return textwrap.fill(title, letters)
 
 
-def _colors(count: int) -> list[Any]:
-    if count <= len(COLORS):
-        return list(COLORS[:count])
-    from matplotlib import colormaps
-
-    return list(colormaps["viridis"](np.linspace(0, 0.85, count)))  # without the yellow end, pale on white
-
-
-def _caption(shown: Sequence[_Shown], panels: Sequence[_Panel], omitted: int) -> str:
-    """What lines, bands and maps are, the number of replicates, and the number of variables left out."""
+def _caption(shown: Sequence[Shown], panels: Sequence[_Panel], omitted: Sequence[str]) -> str:
+    """What lines, bands and maps are, the number of replicates, and the variables left out."""
     names = dict.fromkeys(panel.name for panel in panels)
     counts = sorted({each.count(name) for each in shown for name in names})
     number = pluralized(counts[-1], shown[0].replicate)
@@ -355,17 +327,22 @@ def _caption(shown: Sequence[_Shown], panels: Sequence[_Panel], omitted: int) ->
     singles = [each for each in shown if not all(map(each.has_band, curves))]
     if singles:
         parts.append(f"thin lines or dots: each {singles[0].replicate}")
-    if any(_null(each, name) is not None for name in curves for each in shown):
+    if any(each.null(name) is not None for name in curves for each in shown):
         parts.append("dotted: null")
     if omitted:
-        parts.append(f"{pluralized(omitted, 'variable')} not shown")
+        parts.append(f"not shown: {', '.join(omitted)}")
     return "; ".join(parts)
 
 
-def _draw_legend(figure: Figure, axes: Sequence[Axes], panels: Sequence[_Panel]) -> None:
-    """One legend of the Measurements below all panels, unless the panels have legends or labels of their own."""
-    for place, panel in zip(axes, panels, strict=False):
-        if not panel.is_map and place.get_legend() is None and panel.shown[0].value(panel.name).ndim:
-            handles, labels = place.get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
+def _draw_legend(figure: Figure, panels: Sequence[_Panel]) -> None:
+    """One legend of the Measurements below all panels, unless no panel has curves in their colors."""
+    for panel in panels:
+        if panel.is_map or not panel.shown[0].value(panel.name).ndim:
+            continue
+        family = _family(panel)
+        if family.colored_by_label:
+            styles = [CurveStyle(each[0].color) for each in family.styles]
+            categorical = positions(panel.shown[0].value(panel.name))[1] is not None
+            handles = legend_handles(styles, family.labels, categorical=categorical)
+            figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
             return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.limits import DrawnCurve, cut_outlying
+from helmscope.plots.families import title_and_legend
+from helmscope.plots.limits import DrawnCurve, cut_outlying, tidy_axis
 from helmscope.plots.maps import draw_map
 from helmscope.plots.slopes import draw_slopes
 from helmscope.plots.style import COLORS, blank_figure, styled
@@ -33,11 +34,36 @@ if TYPE_CHECKING:
 
 STATE_AXES = ("depth", "layer", "time")
 OTHER_AXES = ("sigma", "temperature", "change", "edit")  # of measurements under edits
-ACROSS, WIDTH, HEIGHT, HEADING = 4, 3.1, 2.4, 0.7  # panels in a row; inches
-MAX_PANELS, MAX_CURVES, LETTERS = 6, 5, 38  # of a measurement; of a panel; of a title in a line
+ACROSS, WIDTH, HEIGHT, HEADING = 4, 2.9, 2.15, 0.7  # panels in a row; inches
+MAX_PANELS, MAX_CURVES, LETTERS = 6, 5, 37  # of a measurement; of a panel; of a title in a line
+MANY, ACROSS_INCH = 8, 14.5  # measurements of which all variables fit on a page; letters of the caption in an inch
+PANEL, FONT = 165.0, 8.0  # points across a panel; of a title
 HALF_COLORS = {"attention": COLORS[0], "mlp": COLORS[1], "cross": COLORS[2]}
 EDIT_COLORS = (*COLORS, "#8a8f98", "#b03060")
-HALF_NAMES = {"mlp": "MLP"}
+SPELLED = {"mlp": "MLP", "jko": "JKO", "jacobian": "Jacobian"}
+# the variables of each measurement that are drawn where there are many measurements
+PAGE: dict[str, tuple[str, ...]] = {
+    "kernel_statistics": ("entropy", "effective_keys"),
+    "attention_drift": ("total_drift",),
+    "attention_diffusion": ("total_nu_token_sampling",),
+    "mlp_force": ("force_length", "gradient_length_unit_sphere"),
+    "depth_steps": ("median_angle", "update_cosine", "radius"),
+    "bistochasticity": ("balance_kl",),
+    "gate_sparsity": ("gate_sparsity",),
+    "effective_beta": ("beta_without_self", "r_squared_without_self"),
+    "transport_ratio": ("ratio_from_start",),
+    "attention_diffusion_spectrum": ("total_rank",),
+    "attention_surface_divergence": ("total_surface_divergence",),
+    "mlp_jacobian": ("antisymmetric_share",),
+    "free_energy_along_depth": ("free_energy",),
+    "entropy_along_depth": ("gaussian_entropy", "neighbor_entropy"),
+    "generator_test": ("explained_share",),
+    "layer_whitening": ("antisymmetric_share_change",),
+    "perturbation_growth": ("growth",),
+    "jko_step_test": ("gap_closed_share",),
+    "mobility_test": ("antisymmetric_share",),
+    "mlp_swirl_bound": ("swirl_share_bound",),
+}
 # the variables that are drawn first, where a measurement has more than fit
 FIRST = {
     "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
@@ -92,8 +118,10 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     Each curve is the mean over replicates with its interval. Values over depth of a recording are marked by the half of
     a layer that they describe, attention and MLP; variables with heads are maps of layer and head. What is predicted is
     laid over what is measured, dashed, with its misfit. A few points far from the others, such as those of the first
-    block, are arrows at the edge with their values. At most six variables of each Measurement are drawn. Raises
-    HelmscopeError for anything else than Measurements, and if none of them has an axis depth, layer or time.
+    block, are arrows at the edge with their values. Of more than eight Measurements the main variables are drawn,
+    without predictions and numbers in maps; of fewer up to six each, and ``measured["mlp_force"].plot()`` shows up to
+    twelve. Raises HelmscopeError for anything else than Measurements, and if none of them has an axis depth, layer or
+    time.
 
     >>> import xarray as xr
     >>> steps = xr.Dataset({"angle": (("depth", "prompt"), [[0.1, 0.2], [0.2, 0.2]])}, {"depth": [1, 2]})
@@ -101,37 +129,61 @@ def measurements_figure(measured: Mapping[str, xr.Dataset], *, title: str = "") 
     ['depth steps: angle']
     """
     panels: list[tuple[str, xr.Dataset, str]] = []
-    counts = set()
+    page = len(measured) > MANY
     for name, each in measured.items():
         if not hasattr(each, "data_vars"):
             raise HelmscopeError(f"measured['{name}'] is {type_with_article(each)}, but it must be a Measurement")
-        # values of single heads, without a band
-        of_heads = keeps_replicates(each) and replicate_axis(each) == "layer" and "head" in each.dims
-        data = each if of_heads else reduced(each)
+        data = each if _of_heads(each) else reduced(each)
         data = data.sel({axis: entry for axis, entry in ENTRIES.get(name, {}).items() if axis in data.dims})
-        if not of_heads:
-            count = int(data.attrs.get("n", 0))
-            counts.add(f"{pluralized(count, str(data.attrs.get('replicate', replicate_name(each))))}")
-        panels += [(name, data, variable) for variable in _chosen(name, data)]
+        panels += [(name, data, variable) for variable in _chosen(name, data, page=page)]
         panels += [(name, data, "")] if "remainder" in data and "scale" in data.remainder.dims else []
     if not panels:
         raise HelmscopeError("measured has no variable over depth, layer or time, but a figure needs one")
     columns = min(ACROSS, len(panels))
     rows = -(-len(panels) // columns)
+    caption = textwrap.fill(_caption(measured, [name for name, _, _ in panels]), round(ACROSS_INCH * WIDTH * columns))
     with styled():
         figure = blank_figure(WIDTH * columns, HEIGHT * rows + HEADING)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for place, (name, data, variable) in zip(axes, panels, strict=False):
             if variable:
-                _draw(figure, place, name, data, variable)
+                _draw(figure, place, name, data, variable, page=page)
             else:
                 draw_slopes(place, data)
         for place in axes[len(panels) :]:
             place.set_axis_off()
         _draw_legend(figure, panels)
-        bands = f"mean over {' or '.join(sorted(counts))}; band: 95 % interval" if counts else "one value for each head"
-        figure.suptitle(plain(f"{title}\n{bands}" if title else bands), fontsize=9)
+        figure.suptitle(plain(f"{title}\n{caption}" if title else caption), fontsize=9)
     return figure
+
+
+def _of_heads(measurement: xr.Dataset) -> bool:
+    """Whether the replicates are layers, so that there are values of single heads, without a band."""
+    return keeps_replicates(measurement) and replicate_axis(measurement) == "layer" and "head" in measurement.dims
+
+
+def _caption(measured: Mapping[str, xr.Dataset], drawn: Sequence[str]) -> str:
+    """What the curves and bands are means of, and what the page does not have, in sentences."""
+    by_count: dict[str, list[str]] = {}
+    for name in dict.fromkeys(drawn):
+        if not _of_heads(measured[name]):
+            each = reduced(measured[name])
+            replicate = str(each.attrs.get("replicate", replicate_name(measured[name])))
+            by_count.setdefault(pluralized(int(each.attrs.get("n", 0)), replicate), []).append(_words(name))
+    if not by_count:
+        return "One value for each head."
+    main = max(by_count, key=lambda count: len(by_count[count]))
+    others = [f"over {count} for {', '.join(names)}" for count, names in by_count.items() if count != main]
+    sentences = [", ".join([f"Means over {main}", *others]) + "; bands are 95 % intervals."]
+    if len(measured) > MANY:
+        sentences.append('The main variables are shown; measured["NAME"].plot() draws more of one measurement.')
+    if missing := [_words(name) for name in measured if name not in drawn]:
+        sentences.append(f"Not shown: {', '.join(missing)}.")
+    return " ".join(sentences)
+
+
+def _words(name: str) -> str:
+    return " ".join(SPELLED.get(word, word) for word in name.split("_"))
 
 
 def replicate_name(measurement: xr.Dataset) -> str:
@@ -147,9 +199,9 @@ def replicate_name(measurement: xr.Dataset) -> str:
         return "replicate"
 
 
-def _chosen(name: str, data: xr.Dataset) -> list[str]:
+def _chosen(name: str, data: xr.Dataset, *, page: bool) -> list[str]:
     """The variables to draw: those over depth, layer, time, or the size or kind of an edit, and at most one further
-    axis.
+    axis; the main ones on a page of many measurements.
     """
     possible = []
     for variable in variables(data):
@@ -157,37 +209,53 @@ def _chosen(name: str, data: xr.Dataset) -> list[str]:
         along = any(dim in (*STATE_AXES, *OTHER_AXES) for dim in axes)
         if along and len(axes) <= 2 and bool(data[variable].notnull().any()):
             possible.append(variable)
+    main = [variable for variable in PAGE.get(name, possible[:1]) if variable in possible]
+    if page:
+        return main
     first = [variable for variable in FIRST.get(name, ()) if variable in possible]
     others = [variable for variable in possible if variable not in (*first, *OVER.get(name, ()))]
     return first if first else others[:MAX_PANELS]
 
 
-def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: str) -> None:
+def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: str, *, page: bool) -> None:
     value = data[variable].squeeze([dim for dim in data[variable].dims if data[variable].sizes[dim] == 1], drop=True)
     axis = next(str(dim) for axes in (STATE_AXES, OTHER_AXES) for dim in axes if dim in value.dims)
     value = value.transpose(axis, ...)
-    title = f"{name.replace('_', ' ')}: {value.attrs.get('long_name', variable.replace('_', ' '))}"
+    title = f"{_words(name)}: {value.attrs.get('long_name', _words(variable))}"
     shown = "\n".join(textwrap.wrap(title, LETTERS))
     if axis in OTHER_AXES:
-        _draw_edits(panel, data, variable, value)
+        handles = _draw_edits(panel, data, variable, value)
         panel.set_xlabel(axis, fontsize=8)
-        panel.set_title(plain(shown), loc="left", fontsize=8)
+        tidy_axis(panel)
+        _draw_title(panel, shown, handles)
         return
     if value.ndim == 2 and ("head" in value.dims or value.sizes[value.dims[1]] > MAX_CURVES):
-        draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown)
-        panel.title.set_fontsize(8)
-        panel.set_title(plain(shown), loc="left", fontsize=8)
+        draw_map(figure, panel, value.rename(variable), as_floats(value, variable), title=shown, numbers=not page)
+        panel.xaxis.label.set_fontsize(FONT)
+        panel.yaxis.label.set_fontsize(FONT)
+        panel.set_title(plain(shown), loc="left", fontsize=FONT)
         return
     curves = _draw_curves(panel, data, variable, value, axis)
-    over = _draw_over(panel, name, data, variable, axis)
+    over = [] if page else _draw_over(panel, name, data, variable, axis)
     cut_outlying(panel, [*curves, *over], leading=curves[0] if over else None)
-    panel.set_title(plain(shown), loc="left", fontsize=8)
+    tidy_axis(panel)
+    _draw_title(panel, shown, [line for line in panel.lines if not str(line.get_label()).startswith("_")])
     panel.set_xlabel(plain(axis_name(value, axis)), fontsize=8)
     whole_ticks(panel.xaxis, value, axis)
 
 
-def _draw_edits(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray) -> None:
-    """Draws a variable over the size of an edit as curves, or over its kind as points with error bars."""
+def _draw_title(panel: Axes, title: str, handles: Sequence[Any]) -> None:
+    """Writes the title, with a legend below it if there are curves to tell apart."""
+    if handles:
+        title_and_legend(panel, title, handles, size=FONT, wide=PANEL)
+    else:
+        panel.set_title(plain(title), loc="left", fontsize=FONT)
+
+
+def _draw_edits(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArray) -> list[Any]:
+    """Draws a variable over the size of an edit as curves, or over its kind as points with error bars; returns the
+    lines that a legend needs.
+    """
     low, high = (each.squeeze(drop=True).transpose(*value.dims) for each in band(data, variable))
     x, categories = positions(value)
     numbers, bottom, top = (as_floats(each, variable) for each in (value, low, high))
@@ -205,10 +273,9 @@ def _draw_edits(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArra
         panel.set_xscale("log")
     if value.attrs.get("averaged_as") == "log(x)":
         panel.set_yscale("log")
-    if len(labels) > 1:
-        panel.legend(fontsize=5.5, ncols=2, loc="best")
     if f"{variable}_null" in data:
         panel.axhline(float(data[f"{variable}_null"].max()), color="#c3c7cd", linewidth=0.8, zorder=0)
+    return [line for line in panel.lines if not str(line.get_label()).startswith("_")] if len(labels) > 1 else []
 
 
 def _draw_over(panel: Axes, name: str, data: xr.Dataset, variable: str, axis: str) -> list[DrawnCurve]:
@@ -221,8 +288,6 @@ def _draw_over(panel: Axes, name: str, data: xr.Dataset, variable: str, axis: st
         x, y = np.asarray(data[axis].values, dtype=np.float64), as_floats(data[each], each)[:, 0]
         panel.plot(x, y, color=color, linestyle="--", linewidth=1.2, label=plain(label))
         drawn.append(DrawnCurve(x, y, color))
-    if drawn:
-        panel.legend(fontsize=6.5, loc="best")
     return drawn
 
 
@@ -243,7 +308,7 @@ def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArr
         )
         color = COLORS[k % len(COLORS)] if halves is None or member is not None else "#8a8f98"
         label = None if member is None else curve_labels(value)[member]
-        drawn.append(DrawnCurve(x, y, color))
+        drawn.append(DrawnCurve(x, y, color, bottom, top))
         panel.plot(x, y, color=color, linewidth=1.0 if halves is not None else 1.6, label=label)
         panel.fill_between(x, bottom, top, color=color, alpha=0.2, linewidth=0)
         if halves is not None and member is None:
@@ -251,8 +316,6 @@ def _draw_curves(panel: Axes, data: xr.Dataset, variable: str, value: xr.DataArr
                 here = halves == half
                 style: dict[str, Any] = {"color": HALF_COLORS[half], "markersize": 3, "linestyle": ""}
                 panel.plot(x[here], y[here], marker="o", **style)
-    if len(list(family)) > 1:
-        panel.legend(fontsize=7)
     if bool(np.nanmin(value.values) < 0 < np.nanmax(value.values)):
         panel.axhline(0, color="#c3c7cd", linewidth=0.8, zorder=0)
     return drawn
@@ -272,7 +335,7 @@ def _draw_legend(figure: Figure, panels: list[tuple[str, xr.Dataset, str]]) -> N
             marker="o",
             markersize=4,
             linestyle="",
-            label=f"{HALF_NAMES.get(half, half)} half-step",
+            label=f"{SPELLED.get(half, half)} half-step",
         )
         for half, color in HALF_COLORS.items()
         if half in marked

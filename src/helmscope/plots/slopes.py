@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from helmscope.plots.families import title_and_legend
 from helmscope.plots.style import COLORS
 from helmscope.plots.variable_panel import plain
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 ORDERS = (2, 3)  # of the remainder after the drift, and after drift and second moment
 GRAY = "#8a8f98"
+ACROSS = 165.0  # points
 
 
 def draw_slopes(panel: Axes, data: xr.Dataset) -> None:
@@ -37,12 +39,13 @@ def draw_slopes(panel: Axes, data: xr.Dataset) -> None:
         for k, kind in enumerate(kinds):
             label = plain(kind) if style == "-" else "_second"
             panel.plot(scales, medians[:, k], style, color=COLORS[k % len(COLORS)], linewidth=1.2, label=label)
-        start = np.nanmedian(medians[-1]) / 3  # below the curves, which would cover it
+        last = medians[-1][np.isfinite(medians[-1])]
+        start = np.median(last) / 3 if len(last) else np.nan  # below the curves, which would cover it
         panel.plot(scales, start * (scales / scales[-1]) ** ORDERS[style == "--"], ":", color=GRAY, label="_slope")
     panel.set(xscale="log", yscale="log")
     panel.set_xticks(scales[::2], [f"1/{round(1 / s)}" if s < 1 else "1" for s in scales[::2]])
     panel.minorticks_off()
     panel.set_xlabel("size s of the step", fontsize=8)
     title = "generator test: remainder after the drift\n(dashed: and second moment; gray: slopes\n2 and 3)"
-    panel.set_title(plain(title), loc="left", fontsize=8)
-    panel.legend(fontsize=6.5)
+    handles = [line for line in panel.lines if not str(line.get_label()).startswith("_")]
+    title_and_legend(panel, title, handles, size=8.0, wide=ACROSS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from helmscope.types import MissingExtra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Base
     from numpy.typing import ArrayLike
 
@@ -25,6 +27,7 @@ STYLE: dict[Any, Any] = {
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
 }
@@ -61,6 +64,55 @@ def use_log_scale(panel: Axes) -> None:
     if high < 100 * low:
         panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Labels a linear axis with whole numbers or decimals, or each tick in scientific notation, so that no power of ten
+    stands apart from them, where it would cover a title.
+
+    >>> panel = blank_figure(3.0, 2.0).subplots()
+    >>> plain_ticks(panel.yaxis)
+    >>> panel.yaxis.get_major_formatter().format_ticks([0.0, 1e-7, 2e-7]), tick_texts([1.0, 1.5])
+    (['0', '1e-7', '2e-7'], ['1.0', '1.5'])
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    class Ticks(FuncFormatter):
+        def format_ticks(self, values: Any) -> list[str]:
+            return [self.fix_minus(text) for text in tick_texts(values)]
+
+    axis.set_major_formatter(Ticks(lambda value, _: f"{value:g}"))
+
+
+def tick_texts(values: Any) -> list[str]:
+    """The numbers at the ticks of an axis, with the digits that tell them apart.
+
+    >>> tick_texts([-250000.0, 0.0]), tick_texts([0.9997, 0.9998])
+    (['-2.5e5', '0'], ['0.9997', '0.9998'])
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    size, steps = np.abs(numbers).max(initial=0.0), np.diff(np.unique(numbers))
+    if not size or not np.isfinite(size):
+        return [f"{number:g}" for number in numbers]
+    whole = [math.floor(math.log10(number) + 1e-9) for number in (size, steps.min() if len(steps) else size)]
+    # a step such as 0.25 needs a digit more than its first
+    step = steps.min() if len(steps) else size
+    more = int(not math.isclose(step / 10.0 ** whole[1], round(step / 10.0 ** whole[1]), abs_tol=1e-6))
+    digits = max(0, whole[0] - whole[1] + more)
+    if size >= 1e5 or (size < 1e-3 and more - whole[1] > 4):
+        texts = [f"{number:.{digits}e}" for number in numbers]
+        return ["0" if not number else short_exponent(text) for number, text in zip(numbers, texts, strict=True)]
+    return [f"{number:.{max(0, more - whole[1])}f}" for number in numbers + 0.0]
+
+
+def short_exponent(text: str) -> str:
+    """A number in scientific notation without the zeros and the plus of its exponent.
+
+    >>> short_exponent("3.1e-04"), short_exponent("1e+12")
+    ('3.1e-4', '1e12')
+    """
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else text
 
 
 def blank_figure(width: float, height: float) -> Figure:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.limits import DrawnCurve, cut_outlying
+from helmscope.plots.limits import DrawnCurve, cut_outlying, tidy_axis
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
@@ -61,7 +61,7 @@ def single_replicates(data: xr.Dataset) -> list[xr.Dataset]:
     return [data.isel({axis: k}, drop=True) for k in range(count)] if 1 < count < FEWEST else []
 
 
-def draw_singles(panel: Axes, x: Any, singles: Any, color: Any, *, categorical: bool = False) -> None:
+def draw_singles(panel: Axes, x: Any, singles: Any, color: Any, *, categorical: bool = False, line: Any = "-") -> None:
     """Draws each replicate as a thin line, or as a small point on a categorical axis.
 
     >>> from helmscope.plots.style import new_figure
@@ -70,7 +70,7 @@ def draw_singles(panel: Axes, x: Any, singles: Any, color: Any, *, categorical: 
     >>> len(panel.lines)
     2
     """
-    style: Any = {"linestyle": "none", "marker": "."} if categorical else {"linewidth": 0.7}
+    style: Any = {"linestyle": "none", "marker": "."} if categorical else {"linewidth": 0.7, "linestyle": line}
     for values in singles:
         panel.plot(x, values, color=color, alpha=0.7, label="_single", **style)
 
@@ -107,7 +107,7 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LE
         shifted = x + spacing * (index - (len(labels) - 1) / 2)
         bars = (numbers[:, index], low[:, index], high[:, index])
         draw_curve(panel, shifted, bars, label, color, categorical=categories is not None)
-        drawn.append(DrawnCurve(shifted, bars[0], color))
+        drawn.append(DrawnCurve(shifted, bars[0], color, *bars[1:]))
     if f"{name}_null" in data:
         null = as_floats(data[f"{name}_null"].broadcast_like(value).transpose(*value.dims), name)
         for index, color in enumerate(colors):
@@ -120,6 +120,7 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LE
                 text.set(rotation=20, ha="right", rotation_mode="anchor")
     elif panel.get_yscale() == "linear":
         cut_outlying(panel, drawn, leading=drawn[0] if "predictions" in value.attrs else None)
+    tidy_axis(panel)
     if value.ndim:
         panel.set_xlabel(textwrap.fill(plain(axis_name(value, value.dims[0])), letters))
     _draw_heading(panel, data, name, labels, letters)
@@ -132,6 +133,8 @@ def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]
     >>> import xarray as xr
     >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
     ['order', 'n = 16; bar: two standard errors']
+    >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.0}, attrs={"n": 16}), "order")
+    ['order', 'the same in all 16']
     """
     value = data[name]
     n, most = int(value.attrs.get("n", data.attrs["n"])), int(data.attrs["n"])
@@ -141,7 +144,10 @@ def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]
     title = textwrap.wrap(str(value.attrs.get("long_name", name)), letters)
     labels = curve_labels(value)
     legend = [""] * -(-len(labels) // _columns(labels, letters)) if _has_legend(value, labels) else []
-    return [*title, *textwrap.wrap(f"{count}; {mark}: {band_text(data, name)}{dotted}", letters), *legend]
+    low, high = (as_floats(edge, name) for edge in band(data, name))
+    constant = n > 1 and bool(np.isfinite(low).any()) and np.array_equal(low, high, equal_nan=True)
+    spread = f"the same in all {n:,}" if constant else f"{count}; {mark}: {band_text(data, name)}"
+    return [*title, *textwrap.wrap(spread + dotted, letters), *legend]
 
 
 def plain(text: str) -> str:
@@ -167,8 +173,19 @@ def axis_name(value: xr.DataArray | xr.Dataset, dim: Any) -> str:
     return f"{name} ({attributes['units']})" if "units" in attributes else name
 
 
-def draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, color: Any, *, categorical: bool) -> None:
-    """Draws a line with its band, or points with error bars on a categorical axis; ``bars`` are value, low and high.
+def draw_curve(
+    panel: Axes,
+    x: Any,
+    bars: tuple[Any, Any, Any],
+    label: str,
+    color: Any,
+    *,
+    categorical: bool,
+    line: Any = "-",
+    marker: str = "o",
+) -> None:
+    """Draws a line of a style with its band, or markers with error bars on a categorical axis; ``bars`` are value, low
+    and high.
 
     >>> from helmscope.plots.style import new_figure
     >>> _, (panel,) = new_figure(1, 1)
@@ -178,11 +195,11 @@ def draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, colo
     """
     value, low, high = bars
     if categorical:
-        panel.plot(x, value, marker="o", linestyle="none", color=color, label=plain(label))
+        panel.plot(x, value, marker=marker, linestyle="none", color=color, label=plain(label))
         panel.plot(np.stack([x, x]), np.stack([low, high]), color=color, label="_bar")
         return
-    marker = "o" if len(x) <= MAX_MARKERS else ""
-    panel.plot(x, value, marker=marker, markersize=3, color=color, label=plain(label))
+    marker = marker if len(x) <= MAX_MARKERS else ""
+    panel.plot(x, value, marker=marker, markersize=3, color=color, linestyle=line, label=plain(label))
     panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 

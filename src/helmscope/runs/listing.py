@@ -13,6 +13,7 @@ from helmscope.store.atomic import as_path, explained
 from helmscope.store.lock import is_locked
 from helmscope.store.run_folder import MANIFEST, VERDICTS, RunFolder
 from helmscope.types import HelmscopeError
+from helmscope.types.display import ConciseRepr
 
 
 class RunState(Enum):
@@ -29,7 +30,7 @@ class RunState(Enum):
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class RunSummary(ConciseRepr):
     """One run folder: its path and state, when (UTC in ISO 8601) and by which command it was created, and how many of
     its units have a result (0 of 0 if it has no units); ``reason`` says what is damaged.
 

@@ -24,12 +24,13 @@ from helmscope.store.atomic import explained, is_temporary, make_folder, write_b
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, check_name, pluralized, type_with_article
+from helmscope.types.display import ConciseRepr
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunResult:
+class RunResult(ConciseRepr):
     """The results of a run by unit name: ``result["mean"]`` reads the file of the unit "mean" on access.
 
     ``done`` maps the units with a result, in order, to the stamp that the file must have; ``failed`` maps the others to

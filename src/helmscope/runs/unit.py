@@ -16,10 +16,11 @@ from helmscope.store.manifest import hash_bytes
 from helmscope.store.run_folder import file_name
 from helmscope.store.strict_json import encode, text
 from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types.display import ConciseRepr
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class Unit(ConciseRepr):
     """The call ``function(**parameters)``, whose result is stored under ``name``.
 
     The result is an xarray Dataset, bytes, or JSON data. It must depend on the parameters only, not on the time, a

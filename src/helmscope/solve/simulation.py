@@ -10,7 +10,7 @@ from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import replay, unsupported_reason
-from helmscope.types import Outcome, Plottable, Trajectory, html_table, one_line_repr, short_description
+from helmscope.types import HasTrajectory, Outcome, Plottable, Trajectory, html_table, one_line_repr, short_description
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Simulation(Plottable):
+class Simulation(HasTrajectory, Plottable):
     """The result of an integration: the trajectory, how it ended, and the mechanism, so that it can be resumed.
 
     ``states`` has shape (time, *batch, n, d). ``event_times`` holds, for each event, the first time it happened to each

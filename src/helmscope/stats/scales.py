@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.types import HelmscopeError
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -184,7 +185,7 @@ ROUNDING = 1e-3  # tolerated excess, from the rounding of a share or of token no
 
 
 @dataclass(frozen=True)
-class BoundedScale(Scale):
+class BoundedScale(Scale, ConciseRepr):
     """The identity, with intervals clipped to the closed ``domain`` of a quantity that is bounded by definition, such
     as [0, 1] for a share.
 

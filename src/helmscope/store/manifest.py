@@ -18,6 +18,7 @@ from helmscope.store.atomic import explained
 from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
 from helmscope.types import HelmscopeError, check_integer, type_with_article
+from helmscope.types.display import ConciseRepr
 
 # a literal, because the code also runs from a source tree, which has no package metadata to read it from
 DEPENDENCIES = (
@@ -46,7 +47,7 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(ConciseRepr):
     """Everything that determines one run. ``collect`` fills in versions, platform and time.
 
     ``packages`` maps each installed direct dependency to its version, ``created`` is UTC in ISO 8601, ``command`` is

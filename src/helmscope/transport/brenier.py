@@ -24,6 +24,7 @@ from scipy.optimize import linear_sum_assignment
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError
+from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +34,7 @@ ROUNDING = 1e-12  # of the mean squared length of x and y: a cost that is lower 
 
 
 @dataclass(frozen=True, eq=False)
-class BrenierPotential:
+class BrenierPotential(ConciseRepr):
     """The least and the greatest potential that is 0 at the first point, (*batch, n), NaN where the map is not optimal;
     and ``excess_cost``, (*batch,), the mean squared displacement minus that of the optimal assignment: 0 where the map
     is optimal.

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from helmscope.runs.bar import shows_progress
 from helmscope.transport.clouds import Clouds, check_clouds
 from helmscope.transport.cost import GEODESIC, Cost, check_power, power
 from helmscope.transport.plan import PlanStatus, single_problem, sparse_plan
-from helmscope.types import HelmscopeError, MissingExtra, check_integer, check_memory
+from helmscope.types import HelmscopeError, MissingExtra, check_integer, check_memory, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.transport.plan import Plan
+    from helmscope.types.progress import ProgressOption
 
 POT_OPTIMAL = 1  # the result code of ot.emd
 PIVOTS = 10_000_000
 
 
+@shows_progress("optimal transport")
 def exact_plan(
     x: Float[Tensor, "n d"],
     y: Float[Tensor, "m d"],
@@ -41,6 +44,7 @@ def exact_plan(
     p: float = 2.0,
     cost: Cost = GEODESIC,
     max_iterations: int = PIVOTS,
+    progress: ProgressOption = None,
 ) -> Plan:
     """The optimal plan for dist^p between two weighted clouds, p >= 1, by POT's network simplex.
 
@@ -51,7 +55,8 @@ def exact_plan(
     ``value`` is differentiable with respect to positions, the plan held fixed, and by weights, by the potentials; where
     the optimum is not unique this is one of the subgradients. Raises ``HelmscopeError`` for batch axes, p < 1 and
     whatever ``check_clouds`` does not accept, ``MissingExtra`` without POT. Stopping at ``max_iterations`` is the
-    status PIVOT_LIMIT, and the plan then need not be optimal.
+    status PIVOT_LIMIT, and the plan then need not be optimal. ``progress`` is called once, at the end: the share of the
+    work done is not known before.
 
     >>> import torch
     >>> plan = exact_plan(torch.eye(3), -torch.eye(3))
@@ -61,7 +66,9 @@ def exact_plan(
     p = check_power(p)
     limit = check_integer("max_iterations", max_iterations, at_least=1)
     clouds = single_problem(check_clouds(x, y, x_weights, y_weights, cost=cost))
-    return solve_exactly(clouds, cost, p, limit)
+    plan = solve_exactly(clouds, cost, p, limit)
+    check_progress(progress)(1.0)
+    return plan
 
 
 def solve_exactly(clouds: Clouds, cost: Cost, p: float, limit: int = PIVOTS) -> Plan:

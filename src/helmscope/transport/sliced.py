@@ -4,7 +4,8 @@
 
 where U (d, 2) is a uniformly random orthonormal frame (Bonet et al. 2023, arXiv:2206.08780). Each slice costs
 O(n log n), so it is affordable where an exact plan is not, and for d = 2 it is W2 itself. It is another distance than
-W2 for d > 2, and may be larger, because projections can increase angles: compare sliced with sliced.
+W2 for d > 2, and may be larger, because projections can increase angles: compare it only with other sliced
+distances.
 """
 
 from __future__ import annotations

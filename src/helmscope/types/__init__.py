@@ -52,6 +52,7 @@ from helmscope.types.replay_context import (
     ReplayContext,
     ReplayPlan,
 )
+from helmscope.types.system import HasTrajectory as HasTrajectory
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import (

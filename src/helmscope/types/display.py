@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from numbers import Real
@@ -100,7 +100,8 @@ def short_description(value: Any, limit: int = LONGEST_FIELD) -> str:
 
 class ConciseRepr:
     """Base class of dataclasses whose repr shows only the fields that differ from their defaults, required ones first,
-    and tensors by their shape. A field with ``metadata={ALWAYS_SHOWN: True}`` is shown in any case.
+    and tensors by their shape, on one line of at most 200 characters. A field with ``metadata={ALWAYS_SHOWN: True}`` is
+    shown in any case.
 
     >>> from helmscope.fields.attention import SA
     >>> import torch
@@ -117,7 +118,9 @@ class ConciseRepr:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return _describe(self, repr) if dataclasses.is_dataclass(self) else object.__repr__(self)
+        if not dataclasses.is_dataclass(self):
+            return object.__repr__(self)
+        return shortened(_describe(self, repr), LONGEST_LINE)
 
 
 def _describe(value: Any, number_text: Callable[[Any], str]) -> str:
@@ -133,11 +136,17 @@ def _describe(value: Any, number_text: Callable[[Any], str]) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _describe_dataclass(value, number_text)
     if isinstance(value, list | tuple):
-        items = [_describe(item, number_text) for item in value[:MAX_ITEMS]]
-        return f"[{', '.join(items)}{f', ... {len(value)} in all' if len(value) > len(items) else ''}]"
+        return f"[{_describe_items(value, number_text)}]"
     if isinstance(value, str):
-        return repr(value)
+        return repr(shortened(value, LONGEST_FIELD))
+    if isinstance(value, Mapping):
+        return f"{{{_describe_items(list(value), repr)}}}"
     return str(getattr(value, "__qualname__", type(value).__name__)).rpartition(".")[2]
+
+
+def _describe_items(values: Sequence[Any], number_text: Callable[[Any], str]) -> str:
+    items = [_describe(item, number_text) for item in values[:MAX_ITEMS]]
+    return f"{', '.join(items)}{f', ... {len(values)} in all' if len(values) > len(items) else ''}"
 
 
 def _describe_array(value: Any, shape: tuple[int, ...], number_text: Callable[[Any], str]) -> str:

@@ -14,6 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from helmscope.types.errors import HelmscopeError
+
+OTHER_WORDS = {"simulate": "hs.integrate"}  # what other libraries and our command line call a function
+
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` for a package that exports what its ``__init__.py``, ``file``,
@@ -46,14 +50,20 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Call
             if not (isinstance(value, ModuleType) and modules.get(name, package) != package):
                 super().__setattr__(name, value)
 
+        def __call__(self, *args: object, **options: object) -> NoReturn:
+            raise _not_a_function(self.__name__)
+
     sys.modules[package].__class__ = Package
     names = sorted(modules)
     return get, lambda: names, names
 
 
-def listed_exports(module: str, names: Sequence[str]) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:
+def listed_exports(
+    module: str, names: Sequence[str], example: str = ""
+) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` for a module that imports everything at once and lists its exports in
-    ``__all__``: ``dir`` shows these ``names`` only, and an unknown name suggests the closest one.
+    ``__all__``: ``dir`` shows these ``names`` only, and an unknown name suggests the closest one. Calling the module
+    itself, which stands among functions as ``hs.rank``, raises a HelmscopeError that names its function ``example``.
 
     >>> get, names = listed_exports("helmscope.store", ["RunFolder", "Manifest"])
     >>> names()
@@ -66,7 +76,26 @@ def listed_exports(module: str, names: Sequence[str]) -> tuple[Callable[[str], N
     def get(name: str) -> NoReturn:
         raise _unknown(module, name, names)
 
+    class Functions(ModuleType):
+        """The module, which is no function."""
+
+        def __call__(self, *args: object, **options: object) -> NoReturn:
+            raise _not_a_function(module, example)
+
+    if module in sys.modules:
+        sys.modules[module].__class__ = Functions
     return get, lambda: sorted(names)
+
+
+def _not_a_function(module: str, example: str = "") -> HelmscopeError:
+    """The error of calling a module; ``example`` is one of its functions."""
+    places = (name for name, place in _places().items() if place == f"hs.{name}")
+    short = module.rpartition(".")[2]
+    name = f"hs.{short}" if short in places else module.replace("helmscope", "hs", 1)
+    hint = (
+        f"call one of its functions, such as {name}.{example}(...)" if example else f"dir({name}) lists its functions"
+    )
+    return HelmscopeError(f"{name} is a module, but only a function can be called: {hint}")
 
 
 def _unknown(module: str, name: str, names: Iterable[str]) -> AttributeError:
@@ -74,6 +103,8 @@ def _unknown(module: str, name: str, names: Iterable[str]) -> AttributeError:
     places = {} if name.startswith("_") else _places()
     if name in places:
         return AttributeError(f"{message}: it is {places[name]}")
+    if name in OTHER_WORDS and not name.startswith("_"):
+        return AttributeError(f"{message}: it is {OTHER_WORDS[name]}")
     close = difflib.get_close_matches(name, sorted(own | set(places)), n=1)
     if not close:
         return AttributeError(message)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any
 
+from helmscope.types.display import ConciseRepr
+
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Bool, Float
@@ -84,7 +86,7 @@ class Needs(Flag):
 
 
 @dataclass(frozen=True, eq=False)
-class ReplayPlan:
+class ReplayPlan(ConciseRepr):
     """The extent of a replay: its ``layers``, the name ``axis`` of their axis and their ``coordinates`` on it, and the
     name ``replicate`` of the replicate axis with the number of ``replicates``. ``identities`` are those of the
     ``Trajectory``, None if unknown.
@@ -102,7 +104,7 @@ class ReplayPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class ReplayContext:
+class ReplayContext(ConciseRepr):
     """The position of a chunk within a replay.
 
     ``layer`` and ``half`` identify the mechanism. ``time`` is the position of the state that this half reads: the time
@@ -148,7 +150,7 @@ class ReplayContext:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionTensors:
+class AttentionTensors(ConciseRepr):
     """The tensors of the attention half of one layer; those that no instrument needs are None.
 
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors as in the
@@ -187,7 +189,7 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class CrossAttentionTensors:
+class CrossAttentionTensors(ConciseRepr):
     """The tensors of the cross-attention of one layer, by which a decoder reads its encoder; those that no instrument
     needs are None.
 
@@ -216,7 +218,7 @@ class CrossAttentionTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class MlpTensors:
+class MlpTensors(ConciseRepr):
     """The tensors of the MLP half of one layer; those that no instrument needs are None.
 
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors. ``force`` is the

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from helmscope.types.instrument import Instrument
 from helmscope.types.progress import ProgressOption
@@ -114,3 +115,36 @@ class System(Protocol):
         >>> list(run.replay(KernelStatistics()))
         ['kernel_statistics']
         """
+
+
+class HasTrajectory:
+    """Base class of systems: asked for an attribute that only its trajectory has, it says so.
+
+    States are reached through the trajectory, because there they have their weights: states alone would count padding.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> integrate(SA(beta=0.0), torch.eye(2), times=[1.0]).weights
+    Traceback (most recent call last):
+    AttributeError: a Simulation has no attribute 'weights', but its trajectory has: use .trajectory.weights
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for unknown names, and where a property raised an AttributeError."""
+            known = {field.name for field in dataclasses.fields(Trajectory)}
+            if name not in known or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            hint = (
+                "; functions of tokens such as hs.order_parameter take the whole system, and leave out its padding"
+                if name == "states"
+                else ""
+            )
+            kind = type(self).__name__
+            raise AttributeError(
+                f"a {kind} has no attribute '{name}', but its trajectory has: use .trajectory.{name}{hint}"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from helmscope.types.display import html_listing, html_stack, html_table, one_line_repr
+from helmscope.types.display import ConciseRepr, html_listing, html_stack, html_table, one_line_repr
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 
 
@@ -40,7 +40,7 @@ class Judgment(Enum):
 
 
 @dataclass(frozen=True)
-class JudgedCondition:
+class JudgedCondition(ConciseRepr):
     """One quantity compared with its region: a condition of a claim, or a quantity that is only described.
 
     ``basis`` says in words what the interval is based on; ``interval`` is None if there was nothing to measure, and
@@ -90,7 +90,7 @@ class Control(JudgedCondition):
 
 
 @dataclass(frozen=True)
-class PrintedStatement:
+class PrintedStatement(ConciseRepr):
     """What a source prints, where it was judged separately from the claim: its place, the judgment by theory
     (``by_theory``) with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
 
@@ -121,7 +121,7 @@ class PrintedStatement:
 
 
 @dataclass(frozen=True)
-class Attachment:
+class Attachment(ConciseRepr):
     """A piece of evidence quoted verbatim in a verdict, such as the checks that its subject passed.
 
     >>> Attachment("the model", "rows sum to 1").title
@@ -133,7 +133,7 @@ class Attachment:
 
 
 @dataclass(frozen=True)
-class Provenance:
+class Provenance(ConciseRepr):
     """The SHA-256 hashes that a verdict depends on: catalogue entry and its version, code of the experiment, weights of
     the subject, and texts; empty where there is none.
 

@@ -23,7 +23,8 @@ from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_groups, context_noise, covariance_regression
+from helmscope.observe.context_noise import context_groups, context_noise
+from helmscope.observe.context_statistics import covariance_regression
 from helmscope.stats.scales import LinearScale, RemainderScale
 from helmscope.types import HelmscopeError
 

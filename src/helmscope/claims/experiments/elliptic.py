@@ -69,6 +69,9 @@ def elliptic(case: TrialCase) -> Finding:
             "rank of the sum over heads, over the tangent dimension": over_prompts(
                 found.total_rank.mean("layer").values / dim
             ),
+            "smallest eigenvalue over the mean one on the range of Sigma": over_prompts(
+                found.smallest_eigenvalue_of_range.mean("layer").values
+            ),
         },
         data=curve(
             "smallest_eigenvalue",
@@ -79,6 +82,7 @@ def elliptic(case: TrialCase) -> Finding:
         ),
         remark=f"The smallest eigenvalue over the mean one runs {layer_means(found.smallest_eigenvalue)}, the rank of "
         f"the sum over heads {layer_means(found.total_rank)} of {dim}; a head has rank {float(rank.mean()):.1f}, at "
-        f"most {float(bound.mean()):.1f}.",
+        f"most {float(bound.mean()):.1f}. On the range of Sigma the smallest eigenvalue over the mean one runs "
+        f"{layer_means(found.smallest_eigenvalue_of_range)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )

@@ -95,15 +95,15 @@ def _causal(case: TrialCase, trial: AttentionTrial) -> Finding:
     statistics, balance, drift = KernelStatistics(), Bistochasticity(), AttentionDrift()
     measured = trial.recording.replay(statistics, balance, drift)
     columns: xr.DataArray = measured[statistics.name].column_sum_deviation_rms.mean("head")
-    yardstick = measured[balance.name].column_sum_deviation_causal_uniform.mean("layer")
+    reference = measured[balance.name].column_sum_deviation_causal_uniform.mean("layer")
     return Finding.impossible(
         f"the attention of {case.subject.name} is causal, and the only causal kernel that is doubly stochastic is the "
         f"identity (column sums are off by {float(columns.mean()):.3g}, root mean square, those of the causal-uniform "
-        f"kernel by {float(yardstick.mean()):.3g})",
+        f"kernel by {float(reference.mean()):.3g})",
         setting=trial.setting,
         described={
             "column sums": over_prompts(columns.mean("layer").values),
-            "column sums of the causal-uniform kernel": over_prompts(yardstick.values),
+            "column sums of the causal-uniform kernel": over_prompts(reference.values),
             "drift ratio, the mean over the layers": over_prompts(
                 measured[drift.name].total_drift_ratio.mean("layer").values
             ),

@@ -26,7 +26,8 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     """The effective share of directions, 1 / (anisotropy d_t), of Sigma_A summed over heads on the tangent space, at
     every layer; the mean over a few tokens of each prompt, drawn by the seed.
 
-    Described: the same for random covariances with as many heads of the same rank and as many tokens; the diffusivity
+    Described: the same for random covariances with as many heads of the same rank and as many tokens, and 1 /
+    (anisotropy rank), the share of the directions in the range of Sigma, whose rank may be below d_t; the diffusivity
     as printed, tr Sigma / d, and on the tangent space, tr(T Sigma T) / d_t.
     """
     trial = AttentionTrial.of(case)
@@ -57,6 +58,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no anisotropy"),
         },
         described={
+            "effective share of the range of Sigma": over_prompts(found.effective_share_of_range.mean("layer").values),
             "nu = tr(T Sigma T) / d_t": over_prompts(noise.total_nu_token_sampling.mean("layer").values),
             "nu = tr Sigma / d as printed": over_prompts(noise.total_nu_as_printed.mean("layer").values),
         },
@@ -68,8 +70,9 @@ def scalar_diffusion(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=f"The effective share runs {layer_means(found.effective_share)}, that of random covariances of as many "
-        f"heads and keys is {random.mean():.2f}; nu runs {layer_means(noise.total_nu_token_sampling)}, as printed "
-        f"{layer_means(noise.total_nu_as_printed)}.",
+        f"heads and keys is {random.mean():.2f}, and that of the range of Sigma runs "
+        f"{layer_means(found.effective_share_of_range)}; nu runs {layer_means(noise.total_nu_token_sampling)}, as "
+        f"printed {layer_means(noise.total_nu_as_printed)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )
 
