@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.observe.track import AT_LEAST_0, check_system, token_weights, with_bounds
+from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 NAMES = {
     "attention_retention": "nuclear norm of the tokens after attention over before",
@@ -63,7 +65,8 @@ class HalfStepRetention(Instrument):
         return measured
 
 
-def half_step_retention(system: System) -> xr.Dataset:
+@shows_progress("nuclear norm over half-steps")
+def half_step_retention(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The share of the nuclear norm that each half-step keeps, with replicates: ``HalfStepRetention`` by one replay.
 
     >>> from helmscope import record
@@ -71,7 +74,7 @@ def half_step_retention(system: System) -> xr.Dataset:
     (12, 1)
     """
     instrument = HalfStepRetention()
-    return check_system(system).replay(instrument)[instrument.name]
+    return check_system(system).replay(instrument, progress=progress)[instrument.name]
 
 
 def _retention(

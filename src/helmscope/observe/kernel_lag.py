@@ -32,6 +32,7 @@ from helmscope.observe.bistochasticity import is_causal
 from helmscope.observe.kernel import check_kernel, normalized_rows, visible_tokens
 from helmscope.observe.kernel_spectrum import OPERATORS
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
+from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Instrument, Needs, check_real
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 CUTOFF = 0.5
 NAMES = {
@@ -112,7 +114,8 @@ class KernelLag(Instrument):
         return measured.assign_coords(operator=list(OPERATORS)).assign_attrs(cutoff=self.cutoff)
 
 
-def kernel_lag(system: System, *, cutoff: float = CUTOFF) -> xr.Dataset:
+@shows_progress("lags of kernels")
+def kernel_lag(system: System, *, cutoff: float = CUTOFF, progress: ProgressOption = None) -> xr.Dataset:
     """Mean lag, Toeplitz share and passed frequencies of each head, with replicates: ``KernelLag`` by one replay.
 
     >>> from helmscope import record
@@ -120,7 +123,7 @@ def kernel_lag(system: System, *, cutoff: float = CUTOFF) -> xr.Dataset:
     ('layer', 'prompt', 'head')
     """
     instrument = KernelLag(cutoff=cutoff)
-    return check_system(system).replay(instrument)[instrument.name]
+    return check_system(system).replay(instrument, progress=progress)[instrument.name]
 
 
 def check_cutoff(cutoff: object) -> float:

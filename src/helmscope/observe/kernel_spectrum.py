@@ -24,12 +24,14 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.kernel import check_kernel, normalized_rows, visible_tokens
 from helmscope.observe.matrix_spectrum import MATRIX_NAMES, matrix_spectrum
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds
+from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Instrument, Needs, check_real, check_replicates, replicate_axis
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionTensors, ReplayContext, System
+    from helmscope.types.progress import ProgressOption
 
 OPERATORS = ("A", "I + A")
 NAMES = {"nuclear_retention": "nuclear norm of the operator over that of the identity"} | {
@@ -85,7 +87,8 @@ class KernelSpectrum(Instrument):
         return measured.assign_coords(operator=list(OPERATORS))
 
 
-def kernel_spectrum(system: System) -> xr.Dataset:
+@shows_progress("spectra of kernels")
+def kernel_spectrum(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
     """The spectra of the kernels A and I + A, with replicates: ``KernelSpectrum`` by one replay.
 
     >>> from helmscope import record
@@ -93,7 +96,7 @@ def kernel_spectrum(system: System) -> xr.Dataset:
     ('layer', 'prompt', 'head', 'operator')
     """
     instrument = KernelSpectrum()
-    return check_system(system).replay(instrument)[instrument.name]
+    return check_system(system).replay(instrument, progress=progress)[instrument.name]
 
 
 def head_quantiles(measured: xr.Dataset, *, shares: Sequence[float] = QUANTILES) -> xr.Dataset:

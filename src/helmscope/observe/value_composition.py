@@ -29,11 +29,14 @@ from helmscope.models.input_matrices import input_matrices
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
-from helmscope.types import HelmscopeError, check_replicates
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, check_replicates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 READS = {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE}
 NAMES = {
@@ -59,8 +62,9 @@ def composition_score(
     return score
 
 
+@shows_progress("composition of heads")
 @full_precision
-def value_composition(recording: Recording) -> xr.Dataset:
+def value_composition(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """``composition`` along (layer, head, read, later_layer, later_head), NaN unless the other layer is later, and
     ``later_composition`` along (layer, head, read), its mean over all later heads, NaN in the last layer. ``read`` is
     "query", "key" or "value" of the later head. The nulls are those of random matrices.
@@ -74,7 +78,7 @@ def value_composition(recording: Recording) -> xr.Dataset:
     refused = composition_unsupported(recording)
     if refused is not None:
         raise HelmscopeError(refused)
-    inputs, anatomy = input_matrices(recording), recording.anatomy
+    report, inputs, anatomy = check_progress(progress), input_matrices(recording), recording.anatomy
     outputs = [output_matrices(layer).double().cpu() for layer in anatomy.layers]
     if anatomy.centered:
         outputs = [each - each.mean(-2, keepdim=True) for each in outputs]
@@ -87,6 +91,7 @@ def value_composition(recording: Recording) -> xr.Dataset:
                 reads = _repeated(_folded(recording, b, inputs[b][site].weight), heads)
                 score = composition_score(reads.unsqueeze(0), outputs[a].unsqueeze(1), values[a].unsqueeze(1))
                 found[a, :, k, b] = score.numpy()
+        report((a + 1) / count)
     later = np.full(found.shape[:3], np.nan)
     later[:-1] = np.nanmean(found[:-1], axis=(-1, -2))
     null = (anatomy.dim - anatomy.centered) ** -0.5

@@ -30,19 +30,22 @@ from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
 from helmscope.observe.matrix_spectrum import MATRIX_NAMES, matrix_spectrum
-from helmscope.types import HelmscopeError, check_replicates
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, check_replicates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.models.anatomy import Layer
+    from helmscope.types.progress import ProgressOption
 
 READS = {"W_Q": Site.QUERY, "W_K": Site.KEY, "W_V": Site.VALUE}
 QUANTITIES = tuple(name for name in MATRIX_NAMES if name not in ("dirichlet_energy", "collapse_residual"))
 
 
-def weight_spectrum(recording: Recording) -> xr.Dataset:
+@shows_progress("spectra of linear layers")
+def weight_spectrum(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """Ranks, condition and nuclear norm of ``matrix_spectrum`` along (layer, matrix), with the nulls of the stable rank
     and of the log of the condition number: "W_Q", "W_K", "W_V", "W_O", and "W_in", or "W_gate" and "W_up", and "W_out".
 
@@ -53,7 +56,8 @@ def weight_spectrum(recording: Recording) -> xr.Dataset:
     >>> weight_spectrum(record("A", ["Once upon a time"])).stable_rank.dims
     ('layer', 'matrix')
     """
-    inputs, anatomy = input_matrices(check_recording(recording)), recording.anatomy
+    report, inputs = check_progress(progress), input_matrices(check_recording(recording))
+    anatomy = recording.anatomy
     rows: list[dict[str, tuple[Tensor, int]]] = []
     for number, layer in enumerate(anatomy.layers):
         refused = output_unsupported(layer)
@@ -72,6 +76,7 @@ def weight_spectrum(recording: Recording) -> xr.Dataset:
         for quantity in QUANTITIES:
             found[quantity][k, j] = float(spectrum[quantity])
         nulls["stable_rank"][k, j], nulls["log_condition"][k, j] = normal_spectrum(*matrix.shape)
+        report((k + (j + 1) / len(names)) / len(rows))
     axes = ("layer", "matrix")
     data = {name: (axes, values, {"long_name": MATRIX_NAMES[name], "valid_min": 0.0}) for name, values in found.items()}
     data |= {

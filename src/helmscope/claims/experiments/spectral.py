@@ -162,7 +162,7 @@ def _on_model(case: TrialCase) -> Finding:
     instruments = KernelSpectrum(), HalfStepRetention()
     measured, kept = (recording.replay(*instruments)[each.name] for each in instruments)
     quantiles = head_quantiles(measured, shares=case.constant("quantiles"))
-    silent = half_step_retention(silenced(recording))
+    silent = half_step_retention(silenced(recording), progress=False)
     medians = {operator: _of_kernel(quantiles, operator, 0.5) for operator in quantiles.operator.values}
     described = _quantiles(case, quantiles) | _twins(case, prompts) | _gradients(case, prompts) | _weights(recording)
     for name, label in RETENTIONS.items():
@@ -216,7 +216,7 @@ def _twins(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
     """The medians over heads of untrained twins, one value per twin."""
     count = case.constant("twin_prompts_quick" if case.quick else "twin_prompts")
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts.texts[:count])
-    found = [head_quantiles(kernel_spectrum(twin), shares=[0.5]).mean("prompt") for twin in twins]
+    found = [head_quantiles(kernel_spectrum(twin, progress=False), shares=[0.5]).mean("prompt") for twin in twins]
     rows: dict[str, Evidence] = {}
     for operator, name in product(("A", "I + A"), ("nuclear_retention", "log_condition")):
         values = np.array([float(each[name].sel(operator=operator, share=0.5)) for each in found])
@@ -245,7 +245,7 @@ def _gradients(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
 def _weights(recording: Recording) -> dict[str, Evidence]:
     """The stable rank of each kind of linear layer over that of normal matrices, one value per layer."""
     try:
-        found = weight_spectrum(recording)
+        found = weight_spectrum(recording, progress=False)
     except HelmscopeError:  # a family whose matrices cannot be read
         return {}
     ratio = found.stable_rank / found.stable_rank_null

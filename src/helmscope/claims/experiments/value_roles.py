@@ -45,7 +45,12 @@ class Roles(NamedTuple):
         assembly, transport = (
             attributed[name].transpose(*axes).values for name in ("head_attribution", "head_norm_share")
         )
-        composition = value_composition(recording).later_composition.mean("read").transpose("layer", "head").values
+        composition = (
+            value_composition(recording, progress=False)
+            .later_composition.mean("read")
+            .transpose("layer", "head")
+            .values
+        )
         return cls(assembly, np.broadcast_to(composition, assembly.shape), transport)
 
     def correlations(self, permuted: np.random.Generator | None = None) -> np.ndarray:
