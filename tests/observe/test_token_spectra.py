@@ -92,6 +92,26 @@ def test_states_of_a_model_against_its_own_forward() -> None:
                     assert float(found.mean_shift) == pytest.approx(shift, rel=1e-9)
 
 
+def test_states_of_an_encoder_are_measured_with_and_without_gain_and_bias() -> None:
+    model, ids = tiny_model("bert").double(), inputs_of("bert", batch=2, n=9)
+    measured = state_spectrum(record(model, ids), include_first_token=True)
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    for layer in range(4):
+        norm = model.bert.embeddings.LayerNorm if layer == 0 else model.bert.encoder.layer[layer - 1].output.LayerNorm
+        raw = hidden[layer] - hidden[layer].mean(-1, keepdim=True)
+        plain = (hidden[layer] - norm.bias) / norm.weight
+        unit = plain / plain.norm(dim=-1, keepdim=True)
+        at = measured.sel(token_mean="kept").isel(depth=2 * layer)
+        for prompt, (coordinates, states) in itertools.product(
+            range(2), {"residual stream": raw, "sphere": unit}.items()
+        ):
+            s = linalg.svdvals(states[prompt].detach().numpy())
+            found = at.sel(coordinates=coordinates).isel(prompt=prompt)
+            assert float(found.nuclear_norm) == pytest.approx(s.sum(), rel=1e-9)
+            assert float(found.stable_rank) == pytest.approx((s**2).sum() / s[0] ** 2, rel=1e-9)
+
+
 def test_retention_between_depths_and_over_half_steps() -> None:
     model = tiny_model("gpt2").double()
     recording = record(model, inputs_of("gpt2", batch=2, n=9))

@@ -5,9 +5,10 @@ The quantities are those of ``matrix_spectrum`` for the T x d matrix X of the to
 
     nuclear_retention  =  |X_k|_* / |X_{k-1}|_*    over the half-step that ends at depth k.
 
-Coordinates. "sphere": unit vectors, in a post-norm model those without gain and bias; "residual stream": with their
-radii. A norm removes the mean over coordinates of a state, which is left out of both. Mean token: "kept", X itself, or
-"removed", X - 1 xbar^T: a cloud far from the origin has one large singular value, and ranks near 1, whatever its shape.
+Coordinates. "sphere": unit vectors, in a post-norm model those without gain and bias; "residual stream": the states
+with their radii, gain and bias. The mean over coordinates, which a LayerNorm removes, is left out of both. Mean token:
+"kept", X itself, or "removed", X - 1 xbar^T: a cloud far from the origin has one large singular value, and ranks near
+1, whatever its shape.
 How to read it. A half-step at which attention averages lowers the ranks; the sign of a change may differ between the
 four clouds, so that a statement about rank names its cloud. A change of a rank says nothing about the dimension of the
 cloud (``token_dimension``), which counts directions near each token.
@@ -25,7 +26,7 @@ from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
 from helmscope.observe.matrix_spectrum import MATRIX_NAMES, matrix_spectrum
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import AT_LEAST_0, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, trajectory_of, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Trajectory, check_progress
 
@@ -89,7 +90,7 @@ def clouds_along_depth(
     >>> [cloud.shape for cloud in next(clouds_along_depth(path))]
     [torch.Size([2, 3, 4])]
     """
-    path = sphere_and_ids(system, None)[0]
+    path, raw = sphere_and_ids(system, None)[0], trajectory_of(system)
     path = check_finite(path if include_first_token else without_first_token(path))
     for k, states in enumerate(path.states):
         weights, clouds = token_weights_at(path, k), []
@@ -100,9 +101,10 @@ def clouds_along_depth(
                     f"{path.replicate} {i} has {int(seen.sum())} tokens that count, but its spectrum needs at least "
                     f"{fewest}"
                 )
-            x = states[i, seen].double()
-            radius = 1.0 if path.radius is None else path.radius[k, i, seen].double().unsqueeze(-1)
-            clouds.append(torch.stack([x, radius * x]))
+            stream = raw.states[k, i, seen].double()
+            if raw.radius is not None:
+                stream = stream * raw.radius[k, i, seen].double().unsqueeze(-1)
+            clouds.append(torch.stack([states[i, seen].double(), stream]))
         yield clouds
 
 
