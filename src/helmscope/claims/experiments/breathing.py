@@ -11,6 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
+from helmscope.claims.half_step_changes import NO_HALVES, HalfStepChanges
 from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
@@ -24,28 +25,10 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.models.recording import Recording
 
-HALVES = (Half.ATTENTION, Half.MLP)
-NO_HALVES = "its blocks have no separate half-steps of attention and MLP"
-
 
 @dataclass(frozen=True, eq=False)
-class Changes:
-    """The changes of a dimension over the half-steps of attention and of the MLP, each (block, prompt)."""
-
-    attention: np.ndarray
-    mlp: np.ndarray
-
-    @classmethod
-    def of(cls, dimension: xr.DataArray) -> Changes:
-        """Those of values over (depth, prompt), whose coordinate ``half`` names the half-step before each depth."""
-        change = dimension.diff("depth").transpose("depth", "prompt")
-        attention, mlp = (change.values[(change.half == half.value).values] for half in HALVES)
-        return cls(attention, mlp)
-
-    def evidence(self, half: Half) -> ReplicatesInEveryCase:
-        """The changes over one half-step at every block."""
-        values = self.attention if half is Half.ATTENTION else self.mlp
-        return ReplicatesInEveryCase(list(values), "prompts", [f"block {k}" for k in range(len(values))])
+class Changes(HalfStepChanges):
+    """The changes of a dimension."""
 
     @property
     def chain(self) -> ReplicatesInEveryCase:
@@ -68,7 +51,7 @@ def breathing(case: TrialCase) -> Finding:
     neighbors = case.constant("neighbors")
     measured = token_dimension(recording, neighbors=neighbors, progress=False)
     own = Changes.of(measured.two_nn)
-    if not len(own.attention) or own.attention.shape != own.mlp.shape:
+    if not own.in_halves:
         return Finding.impossible(NO_HALVES)
     positions = Changes.of(position_dimension(recording, progress=False).position_two_nn)
     contrasts = _twins(case, prompts, own)

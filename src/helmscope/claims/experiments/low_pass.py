@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
+from helmscope.claims.half_step_changes import NO_HALVES, HalfStepChanges
 from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
@@ -27,32 +27,6 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 SPHERE, STREAM = "sphere", "residual stream"
-NO_HALVES = "its blocks have no separate half-steps of attention and MLP"
-
-
-@dataclass(frozen=True, eq=False)
-class HalfStepChanges:
-    """The changes of a quantity over the half-steps of attention and of the MLP, each (block, prompt)."""
-
-    attention: np.ndarray
-    mlp: np.ndarray
-
-    @classmethod
-    def of(cls, values: xr.DataArray) -> HalfStepChanges:
-        """Those of values over (depth, prompt), whose coordinate ``half`` names the half-step before each depth."""
-        change = values.diff("depth").transpose("depth", "prompt")
-        found = [(change.half == half.value).values for half in (Half.ATTENTION, Half.MLP)]
-        return cls(*(change.values[each] for each in found))
-
-    @property
-    def in_halves(self) -> bool:
-        """Whether every block has both half-steps."""
-        return bool(len(self.attention)) and self.attention.shape == self.mlp.shape
-
-    def evidence(self, half: Half) -> ReplicatesInEveryCase:
-        """The changes over one half-step at every block."""
-        values = self.attention if half is Half.ATTENTION else self.mlp
-        return ReplicatesInEveryCase(list(values), "prompts", [f"block {k}" for k in range(len(values))])
 
 
 @experiment("low-pass", seconds={"model": 40})

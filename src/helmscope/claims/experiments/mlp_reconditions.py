@@ -10,8 +10,8 @@ import xarray as xr
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
-from helmscope.claims.experiments.low_pass import NO_HALVES, HalfStepChanges
 from helmscope.claims.finding import Finding
+from helmscope.claims.half_step_changes import NO_HALVES, HalfStepChanges
 from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
