@@ -183,6 +183,14 @@ def test_a_fault_in_the_rank_fails_the_controls(subject: Subject, monkeypatch: p
     assert verdict.ruling is Ruling.INCONCLUSIVE
 
 
+def test_the_deciding_cloud_alone_gives_the_same_changes(subject: Subject) -> None:
+    recording = subject.recording
+    alone = mlp_reconditions._rank_changes(recording)
+    among = mlp_reconditions._changes(mlp_reconditions.state_spectrum(recording, progress=False), "effective_rank")
+    np.testing.assert_allclose(alone.mlp, among.mlp, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(alone.attention, among.attention, rtol=0, atol=1e-12)
+
+
 def test_models_of_writes_taken_for_each_other_fail_the_controls(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,10 @@ from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.observe.depth_steps import with_halves
+from helmscope.observe.matrix_spectrum import matrix_spectrum
 from helmscope.observe.state_spectrum import clouds_along_depth, state_spectrum
+from helmscope.observe.track import with_replicates
 from helmscope.types import Half, Trajectory
 
 if TYPE_CHECKING:
@@ -83,6 +86,16 @@ def _changes(measured: xr.Dataset, name: str, coordinates: str = SPHERE, mean: s
     return HalfStepChanges.of(logs)
 
 
+def _rank_changes(recording: Recording) -> HalfStepChanges:
+    """The changes of the log effective rank in the cloud that decides, without the other clouds."""
+    ranks = [
+        torch.stack([matrix_spectrum(each[0])["effective_rank"].log() for each in clouds])
+        for clouds in clouds_along_depth(recording)
+    ]
+    measured = with_halves(with_replicates({"log_rank": torch.stack(ranks)}, recording.on_sphere), recording)
+    return HalfStepChanges.of(measured.log_rank)
+
+
 def _described(measured: xr.Dataset) -> dict[str, Evidence]:
     """The changes in other clouds and of other quantities, means over blocks."""
     clouds = [(SPHERE, "removed"), (STREAM, "kept"), (STREAM, "removed")]
@@ -105,13 +118,13 @@ def _twins(case: TrialCase, prompts: ChosenPrompts, own: HalfStepChanges) -> dic
     """The mean change over blocks of the MLP against that of the untrained twins, on the same prompts."""
     count = case.constant("twin_prompts_quick" if case.quick else "twin_prompts")
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts.texts[:count])
-    found = [_changes(state_spectrum(twin, progress=False), "effective_rank").mlp.mean(0) for twin in twins]
+    found = [_rank_changes(twin).mlp.mean(0) for twin in twins]
     return TwinContrast(own.mlp.mean(0), np.stack(found)).described("change of log effective rank over MLP")
 
 
 def _silent(recording: Recording) -> Evidence:
     """The changes over the MLP where blocks write nothing; norms alone can move the tokens of a post-norm model."""
-    changes = _changes(state_spectrum(silenced(recording), progress=False), "effective_rank")
+    changes = _rank_changes(silenced(recording))
     if not changes.mlp.any():
         return PremiseImpossible("blocks that write nothing: the effective rank is the same at every depth")
     return changes.evidence(Half.MLP)
