@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SPHERE, STREAM = "sphere", "residual stream"
 
 
-@experiment("low-pass", seconds={"model": 40})
+@experiment("low-pass", seconds={"model": 20})
 def low_pass(case: TrialCase) -> Finding:
     """The change of the high-frequency share of the directions along the tokens over every attention half-step.
 

@@ -32,7 +32,7 @@ SPHERE, STREAM = "sphere", "residual stream"
 QUANTITIES = ("effective_rank", "effective_rank_of_squares", "participation_ratio", "stable_rank", "nuclear_rank")
 
 
-@experiment("mlp-reconditions", seconds={"model": 60})
+@experiment("mlp-reconditions", seconds={"model": 30})
 def mlp_reconditions(case: TrialCase) -> Finding:
     """The change of the log effective rank of a prompt's tokens over every MLP half-step.
 

@@ -32,7 +32,7 @@ ABOVE = Region(text="above 0", above=0.0)
 NO_VARIANCE = "blocks that write nothing: no head writes anything whose variance a model could explain"
 
 
-@experiment("operator-class", seconds={"model": 30})
+@experiment("operator-class", seconds={"model": 37})
 def operator_class(case: TrialCase) -> Finding:
     """The share of the heads of a model whose writes transport predicts better than mixing, and than retrieval, on the
     half of the prompts on which nothing was fitted.

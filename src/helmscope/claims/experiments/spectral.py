@@ -44,7 +44,7 @@ LOG = LogScale()
 INPUTS = 1_000  # of a control of an identity, the least that decides
 
 
-@experiment("spectral", seconds={"simulation": 25, "model": 60})
+@experiment("spectral", seconds={"simulation": 16, "model": 55})
 def spectral(case: TrialCase) -> Finding:
     """In simulation stated constructions and their closed forms; on a model the spectra of A and I + A, described."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)

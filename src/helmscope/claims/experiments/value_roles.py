@@ -68,7 +68,7 @@ class Roles(NamedTuple):
         return found
 
 
-@experiment("value-roles", seconds={"model": 30})
+@experiment("value-roles", seconds={"model": 15})
 def value_roles(case: TrialCase) -> Finding:
     """One quantity for each role of a head, and how they trade off over the heads of a layer. Nothing is judged;
     controls are blocks that write nothing and roles permuted over heads.
