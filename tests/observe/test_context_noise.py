@@ -176,7 +176,9 @@ def test_a_model_that_is_not_bundled_is_measured_on_its_own_texts():
     rows = torch.tensor([[5 + (k + i) % 2 for i in range(9)] for k in range(40)])
     recording = record(model, rows)
     same = context_noise(recording, rows)
-    assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(same)
+    assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(
+        same.assign_attrs(model=recording.origin.title)
+    )
     few = record(model, rows[:15])
     assert "no word at the same position in 16 of them" in (context_unsupported(few) or "")
     assert "context_noise" not in hs.measure(few, quick=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, origin_attributes, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Trajectory, check_progress, type_with_article
 
@@ -72,7 +72,7 @@ def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.D
     measurement = with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
     for name, label in LABELS.items():
         measurement[name].attrs |= {"long_name": label, "units": "nats"}
-    return measurement
+    return measurement.assign_attrs(origin_attributes(system))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

@@ -33,7 +33,7 @@ from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_uns
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
 from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
 from helmscope.observe.standalone import StandaloneMeasurement
-from helmscope.observe.track import check_system, replayed
+from helmscope.observe.track import check_system, origin_attributes, replayed
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -268,6 +268,8 @@ def measure(
             warnings.warn(f"{each.name} is left out: {error}", stacklevel=2)
         done += cost
         report(done / total)
+    for name, data in measured.items():
+        measured[name] = as_measurement(data.assign_attrs(origin_attributes(system)))
     return measured
 
 

@@ -118,8 +118,9 @@ class Measurements(dict[str, xr.Dataset]):
 
 
 def _origin(measured: Mapping[str, xr.Dataset]) -> tuple[str, list[str]]:
-    """The name of the model, empty if it is unknown, and the numbers of replicates in words."""
-    model = next((str(data.attrs["model"]) for data in measured.values() if data.attrs.get("model")), "")
+    """The name of the model or simulation, empty if it is unknown, and the numbers of replicates in words."""
+    names = (str(data.attrs[key]) for data in measured.values() for key in ("model", "system") if data.attrs.get(key))
+    model = next(names, "")
     counts = dict.fromkeys(
         pluralized(data.sizes[axis], axis)
         for data in measured.values()
