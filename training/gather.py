@@ -23,10 +23,10 @@ from safetensors.numpy import load_file
 DIMS = {
     "coherence_max": ("block", "largest |cos| of two rows of W_in"),
     "coherence_mean": ("block", "mean |cos| of two rows of W_in"),
-    "alignment": ("block", "mean cos of what a neuron reads and writes"),
+    "neuron_alignment_mean": ("block", "mean cosine of a neuron's input and output weights"),
     "gate_sparsity": ("layer", "share of pre-activations below 0"),
     "radius": ("depth", "mean length of the residual stream without its mean"),
-    "entropy": ("layer", "head", "entropy of attention rows, nats"),
+    "row_entropy": ("layer", "head", "entropy of attention rows, nats"),
     "mean_inner_product": ("depth", "mean inner product of two tokens"),
     "aligned_pair_share": ("depth", "share of inner products above 0.9"),
 }

@@ -43,7 +43,7 @@ VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
     "closed_gate_share": (("layer", "prompt"), 1e-3, "share of pre-activations with a GELU derivative below 0.1"),
     "coherence_max": (("layer",), None, "largest |cos| of two rows of W_in"),
     "coherence_mean": (("layer",), None, "mean |cos| of two rows of W_in"),
-    "alignment": (("layer",), None, "mean cos of what a neuron reads and writes"),
+    "neuron_alignment_mean": (("layer",), None, "mean cosine of a neuron's input and output weights"),
 }
 COORDINATES = (
     "theory's sphere: direction of the residual stream without its mean over coordinates (LayerNorm without gain and "

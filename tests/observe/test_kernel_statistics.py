@@ -43,7 +43,7 @@ FIELDS = {
     "sinkhorn": SinkhornAttention(2.0),
 }
 BY_ROW = {
-    "entropy": row_entropy,
+    "row_entropy": row_entropy,
     "effective_keys": effective_keys,
     "largest_weight": largest_weight,
     "first_token_mass": first_token_mass,
@@ -139,9 +139,9 @@ def test_padding_is_no_query_and_heads_have_an_axis():
             for quantity in loops[0]:
                 mean = np.mean([system[quantity] for system in loops])
                 assert seen[quantity].values[step, head] == pytest.approx(mean, rel=1e-13, abs=0)
-    assert seen.entropy.dims == ("time", "head")
+    assert seen.row_entropy.dims == ("time", "head")
     assert seen["head"].values.tolist() == [0, 1]
-    assert np.isfinite(seen.entropy.values).all()
+    assert np.isfinite(seen.row_entropy.values).all()
 
 
 def test_a_token_that_no_statistic_counts_may_still_be_the_sink():

@@ -11,12 +11,12 @@ compared with the mean over the same contexts of Sigma_A, the covariance of samp
              other half
     R^2      of Sigma_C of held-out contexts predicted by the slope and the Sigma_A of the others, about the mean entry
 
-With m held-out contexts Sigma_C has rank m - 1 and R^2 stays below 1 even where the two agree: ``r_squared_of_means``
+With m held-out contexts Sigma_C has rank m - 1 and R^2 stays below 1 even where the two agree: ``r_squared_corrected``
 corrects for that by the product of two independent halves of Sigma_C, and is noisy itself.
 
 Shares of covariance that comes from several heads, or several keys, together: (tr Cov(sum) - sum tr Cov) / tr Cov(sum),
-0 for independent ones. ``normal_distance`` is the Kolmogorov distance of standardized increments from N(0, 1) on random
-tangent directions, whose mean for normal samples of the same size is ``normal_distance_null``.
+0 for independent ones. ``kolmogorov_distance`` is the Kolmogorov distance of standardized increments from N(0, 1) on
+random tangent directions, whose mean for normal samples of the same size is ``kolmogorov_distance_null``.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ if TYPE_CHECKING:
 NAMES = {
     "slope": "slope of the entries of Sigma_C on those of Sigma_A",
     "r_squared": "R^2 of Sigma_C of held-out contexts, predicted by Sigma_A",
-    "r_squared_of_means": "R^2 of Sigma_C by Sigma_A, corrected for the number of contexts",
+    "r_squared_corrected": "R^2 of Sigma_C by Sigma_A, corrected for the number of contexts",
     "nu_context": "diffusivity nu of Sigma_C (squared radians per layer)",
-    "nu_token_sampling": "mean diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
-    "nu_random_values": "mean diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
+    "total_nu_token_sampling": "mean diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
+    "total_nu_random_values": "mean diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
     "cross_head_share": "share of tr Sigma_C from covariance between heads",
-    "cross_token_share": "share of tr Sigma_C from covariance between keys",
-    "normal_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
-    "normal_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
+    "cross_key_share": "share of tr Sigma_C from covariance between keys",
+    "kolmogorov_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
+    "kolmogorov_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
     "effective_keys": "effective number of keys, the mean over heads and contexts",
-    "contexts": "number of contexts",
+    "context_count": "number of contexts",
 }
 RUN_SHARE = 0.7  # of the time, which runs layer 0
 FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
@@ -206,7 +206,7 @@ def context_noise(
     }
     measured = xr.Dataset(data, coords)
     measured.r_squared.attrs["averaged_as"] = "log(1 - x)"  # bad predictions have very negative values
-    measured = measured.assign_attrs(extra_forwards="layer 0 once for all contexts")
+    measured = measured.assign_attrs(extra_forward_passes="layer 0 once for all contexts")
     return check_replicates(described(measured, NAMES), "group")
 
 

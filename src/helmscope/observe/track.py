@@ -17,6 +17,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import is_vmapped
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -74,7 +75,7 @@ def track(
     measurement = with_replicates(values, path)
     for name, function in quantities.items():
         if long_name := _long_name(function):
-            measurement[name].attrs["long_name"] = long_name
+            measurement[name].attrs |= label_attributes(long_name)
     return measurement.assign_attrs({} if origin is None else {"model": origin.title})
 
 

@@ -94,7 +94,7 @@ def _on_model(case: TrialCase) -> Finding:
     if trial.without_ruling is not None:
         return trial.without_ruling
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
-    instrument = LayerWhitening(tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
+    instrument = LayerWhitening(sampled_tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
     refused = trial.recording.unsupported_reason(instrument)
     if refused is not None:
         return Finding.impossible(refused)
@@ -107,7 +107,7 @@ def _on_model(case: TrialCase) -> Finding:
         undecided_because=trial.chosen.alike,
         evidence={
             "change of the share": every_layer(found.antisymmetric_share_change),
-            "variation of Sigma": _over_layers(found.variation),
+            "variation of Sigma": _over_layers(found.sigma_variation),
             "commutator": _over_layers(found.commutator),
         },
         controls={
@@ -128,7 +128,7 @@ def _on_model(case: TrialCase) -> Finding:
         ),
         remark=f"The share runs {layer_means(found.antisymmetric_share_before)} before and "
         f"{layer_means(found.antisymmetric_share_after)} after whitening, the variation of Sigma "
-        f"{layer_means(found.variation)}, the commutator "
+        f"{layer_means(found.sigma_variation)}, the commutator "
         f"{layer_means(found.commutator)} ({layer_means(found.commutator_null)} with random eigenvectors). "
         f"{small_steps_premise(case)}",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
