@@ -49,7 +49,7 @@ def test_shares_on_the_range_are_those_of_whiten(rank: int) -> None:
     root, jacobian = random(5, rank), random(3, 5, 5, seed=1)
     sigma = root @ root.mT
     found = whitened(jacobian, sigma.expand(3, 5, 5))
-    after = [whiten(-each, sigma).antisymmetric_share ** 2 for each in jacobian]
+    after = [whiten(-each, sigma).antisymmetric_share_after for each in jacobian]
     assert found["sigma_rank"] == rank
     assert found["antisymmetric_share_after"] == pytest.approx(np.mean(after), rel=1e-9)
     basis = np.linalg.svd(root.numpy())[0][:, :rank]

@@ -147,7 +147,7 @@ def shares(drift: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """The antisymmetric shares |A|^2 / |S|^2 of drifts -S x before and after whitening by Sigma, one per pair."""
     pairs = [whiten(s, noise) for s, noise in zip(drift, sigma, strict=True)]
     before = torch.tensor([pair.antisymmetric_share_before for pair in pairs], dtype=F64)
-    return before.square(), torch.tensor([pair.antisymmetric_share for pair in pairs], dtype=F64).square()
+    return before, torch.tensor([pair.antisymmetric_share_after for pair in pairs], dtype=F64)
 
 
 def turned_counterexample(case: TrialCase, count: int) -> list[float]:
