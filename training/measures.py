@@ -4,7 +4,7 @@
     alignment       mean over neurons of cos(w_j, v_j), v_j the column of W_out that neuron j writes
     gate sparsity   share of pre-activations below 0, where the GELU is nearly 0
     radius          mean norm of the centered residual stream, at every depth
-    entropy         of the attention rows, in nats, mean over tokens: by layer and head
+    row_entropy     of the attention rows, in nats, mean over tokens: by layer and head
     clustering      mean inner product of two tokens of one text (their centered directions), and the share of pairs
                     above .9, at every depth
 

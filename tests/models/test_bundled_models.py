@@ -112,12 +112,12 @@ def test_the_tied_block_can_be_called_48_times(recorded):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
-        ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
-        ({"source": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
-        ({"source": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
+        ({"model": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
+        ({"model": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
+        ({"model": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
+        ({"model": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
         (
-            {"source": "C", "offline": True},
+            {"model": "C", "offline": True},
             "model is 'C', but it is neither a folder nor a bundled model (A, B, tied)",
         ),
     ],
@@ -165,12 +165,16 @@ def test_the_history_of_training(name):
     assert steps[0] == 0
     assert steps[-1] == history.evaluation_step.values[-1] == (6000 if name == "tied" else 8000)
     assert np.abs(np.diff(np.log(steps[5:])) - np.log(steps[-1]) / 10).max() < 0.02
-    sizes = {"step": 12, "block": 1 if name == "tied" else 12, "layer": layers, "depth": layers + 1, "head": 6}
+    assert history.coherence_max.dims == ("step", "block" if name == "tied" else "layer")
+    assert {key: value.attrs["units"] for key, value in history.data_vars.items() if "units" in value.attrs} == (
+        dict.fromkeys(("row_entropy", "training_loss", "validation_loss"), "nats")
+    )
+    sizes = {"step": 12, **({"block": 1} if name == "tied" else {}), "layer": layers, "depth": layers + 1, "head": 6}
     assert {key: history.sizes[key] for key in sizes} == sizes
     assert all(np.isfinite(value).all() for value in history.data_vars.values())
     assert all(value.attrs["long_name"] for value in history.data_vars.values())
     assert history.validation_loss.values[-1] == history.validation_loss.values.min()
-    at_first, keys = history.entropy.values[0], np.arange(1, 129)
+    at_first, keys = history.row_entropy.values[0], np.arange(1, 129)
     even = np.log(128) if name == "tied" else np.log(keys).mean()  # an untrained model looks at all it sees alike
     assert np.abs(at_first - even).max() < 0.01
 

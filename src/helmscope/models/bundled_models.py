@@ -111,7 +111,8 @@ def training_history(model: str) -> xr.Dataset:
     """Measurements of a bundled model during its training, at twelve steps evenly spaced in their logarithm.
 
     The Dataset has coherence and alignment of the MLPs' weights, gate sparsity, radius, attention entropy and
-    clustering per layer, on the bundled texts, and the losses. ``model`` is "A", "B" or "tied"; any other name
+    clustering per layer, on the bundled texts, and the losses. In model tied the weights are those of the one block
+    that all layers call, along ``block``. ``model`` is "A", "B" or "tied"; any other name
     raises ``HelmscopeError``.
 
     >>> dict(training_history("tied").sizes)["layer"]

@@ -117,11 +117,9 @@ def _sparsity_and_coherence(
     """Gate sparsity and coherence of W_in over (layer, snapshot)."""
     if is_bundled(case.subject.model):
         history = training_history(case.subject.model)
-        layers = "layer" if history.sizes["block"] == 1 else "block"
-        coherence = history.coherence_max.transpose("block", "step").values
-        sparsity = history.gate_sparsity.transpose("layer", "step").values
-        if layers == "block":
-            return np.asarray(sparsity), np.asarray(coherence)
+        if "block" not in history.sizes:  # the axis of model tied, whose layers share one block
+            coherence = history.coherence_max.transpose("layer", "step").values
+            return np.asarray(history.gate_sparsity.transpose("layer", "step").values), np.asarray(coherence)
     now = gate_sparsity(recording).gate_sparsity.mean("prompt").values
     return np.asarray(now)[:, None], _over_layers(weights.coherence_max)[:, None]
 
