@@ -306,7 +306,7 @@ def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> N
             "bank is a list, but it must be a ProbeBank",
         ),
         (lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), sampled_tokens=0), "sampled_tokens is 0"),
-        (lambda: generator_test(hs.Uniform(3, 3)), "system is Uniform"),
+        (lambda: generator_test(hs.Uniform(3, 3)), "system is a Uniform"),
         (
             lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[0.0, 2.0], stepper=hs.Layer())),
             "times are 2 apart, but a generator test needs every layer: times 1 apart",

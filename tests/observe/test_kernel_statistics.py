@@ -232,8 +232,8 @@ def test_a_system_alone_and_in_a_batch_have_the_same_bits():
         (lambda: effective_keys(torch.tensor([[1.0, -1.0], [1.0, 1.0]])), "kernel holds the weight -1.*>= 0"),
         (lambda: effective_keys(torch.full((2, 2), math.nan)), "kernel holds the weight nan.*finite"),
         (lambda: received_mass(torch.ones(2, 2), visible=torch.ones(3, dtype=torch.bool)), "visible has .*(3,)"),
-        (lambda: kernel_statistics(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
-        (lambda: kernel_statistics(hs.Simulation), "system is Simulation.*System"),
+        (lambda: kernel_statistics(hs.Trajectory(torch.zeros(1), X[None])), "system is a Trajectory.*System"),
+        (lambda: kernel_statistics(hs.Simulation), "system is the class Simulation, .*System"),
         (lambda: kernel_statistics(hs.integrate(torch.zeros_like, X, times=[1.0])), "attention fields only"),
         (
             lambda: kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None]), [torch.ones(4, 3, 3)])),

@@ -98,7 +98,7 @@ def test_replicates_are_kept_until_they_are_reduced():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
+        (lambda: hs.measure(RUN.trajectory), "system is a Trajectory.*System"),
         (lambda: hs.measure(RUN, hs.observe.KernelStatistics), r"instruments\[0\] is the class KernelStatistics, but"),
         (
             lambda: hs.measure(RUN, hs.observe.KernelStatistics(), hs.mlp_force),

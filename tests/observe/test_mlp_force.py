@@ -216,8 +216,8 @@ def test_no_derivative_no_swirl():
             lambda: mlp_force(hs.integrate(hs.SA(1.0), X, times=[1.0])),
             r"^system has no MLP: force\(layer=0\) is None, but",
         ),
-        (lambda: mlp_force(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
-        (lambda: mlp_force(TANH), "system is MLP.*System"),
+        (lambda: mlp_force(hs.Trajectory(torch.zeros(1), X[None])), "system is a Trajectory.*System"),
+        (lambda: mlp_force(TANH), "system is an MLP.*System"),
         (lambda: mlp_force(hs.integrate(TANH, X, times=[1.0]), per_token=1), "per_token is 1.*True or False"),
     ],
 )

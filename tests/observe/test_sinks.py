@@ -238,5 +238,5 @@ def test_bad_input():
         sink_decomposition(torch.eye(4), torch.ones(4, 2), sink_position=4)
     with pytest.raises(HelmscopeError, match=r"values is a tensor \(3, 2\), but it must be a tensor of shape \(4,\)"):
         sink_decomposition(torch.eye(4), torch.ones(3, 2))
-    with pytest.raises(HelmscopeError, match="system is int, but it must be a System"):
+    with pytest.raises(HelmscopeError, match="system is an int, but it must be a System"):
         attention_sinks(3)

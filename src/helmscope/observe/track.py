@@ -267,7 +267,7 @@ def check_system(system: object) -> System:
     1
     """
     if isinstance(system, type) or not isinstance(system, System):
-        shown = system.__name__ if isinstance(system, type) else type(system).__name__
+        shown = f"the class {system.__name__}" if isinstance(system, type) else type_with_article(system)
         raise HelmscopeError(
             f"system is {shown}, but it must be a System with a mechanism, such as a Simulation{record_first(system)}"
         )
