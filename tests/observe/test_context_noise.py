@@ -16,6 +16,7 @@ from helmscope.models.record import record
 from helmscope.observe.context_noise import (
     FIRST_POSITION,
     _choose,
+    context_group_noise,
     context_groups,
     context_noise,
     context_unsupported,
@@ -48,7 +49,7 @@ def test_groups_agree_with_loops(family):
     model = tiny_model(family, dtype=F64)
     recording = record(model, inputs_of(family, batch=1, n=5))
     groups = context_groups(recording, CONTEXTS, groups=3, min_contexts=6, first_position=4)
-    measured = context_noise(groups)
+    measured = context_group_noise(groups)
     seen = Seen()
     record(model, CONTEXTS, batch_size=100).replay(seen)
     context, tensors = seen.layers[0]

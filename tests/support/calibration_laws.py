@@ -23,7 +23,7 @@ from helmscope.observe.attention_diffusion import attention_diffusion, attention
 from helmscope.observe.attention_drift import attention_drift
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_noise
+from helmscope.observe.context_noise import context_group_noise
 from helmscope.observe.effective_beta import effective_beta
 
 F64 = torch.float64
@@ -181,7 +181,7 @@ def draw_contexts(size: int, count: int, generator: torch.Generator) -> Values:
         ContextGroup(0, 0, 2, outputs[g], writes, halves[g], float(traces[g]), float(random[g]), float(KEYS))
         for g in range(count)
     ]
-    measured = context_noise(groups, seed=int(torch.randint(2**31, (1,), generator=generator)))
+    measured = context_group_noise(groups, seed=int(torch.randint(2**31, (1,), generator=generator)))
     measured["kolmogorov_distance_excess"] = measured.kolmogorov_distance - measured.kolmogorov_distance_null
     return picked(measured, *context_truths(size))
 

@@ -53,6 +53,8 @@ from helmscope.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -168,7 +170,7 @@ def context_unsupported(system: System, *, min_contexts: int = 16) -> str | None
 
 @shows_progress("context noise")
 def context_noise(
-    source: Recording | list[ContextGroup],
+    recording: Recording,
     contexts: Any = None,
     *,
     seed: int = 0,
@@ -178,9 +180,9 @@ def context_noise(
     """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
     heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
 
-    ``source`` is a recording of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
-    ``context_groups``, or its groups. Of the model only layer 0 is run, once for all contexts.
-    ``progress`` is called with the share of the work done.
+    ``recording`` is one of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
+    ``context_groups``; of the model only layer 0 is run, once for all contexts. ``context_group_noise`` takes the
+    groups themselves. ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
@@ -189,20 +191,34 @@ def context_noise(
     >>> measured.slope.dims
     ('group',)
     """
-    report, begin = check_progress(progress), 0.0
-    if isinstance(source, Recording):
-        contexts = own_contexts(source) if contexts is None else contexts
-        source = context_groups(source, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
-        begin = RUN_SHARE
-    rows = []
-    for number, group in enumerate(source):
+    report = check_progress(progress)
+    contexts = own_contexts(recording) if contexts is None else contexts
+    groups = context_groups(recording, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
+    return context_group_noise(groups, seed=seed, progress=sub_progress(report, RUN_SHARE, 1.0))
+
+
+@shows_progress("context noise")
+def context_group_noise(
+    groups: Sequence[ContextGroup], *, seed: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
+    """``context_noise`` of groups that ``context_groups`` returned.
+
+    >>> from helmscope import record
+    >>> from helmscope.models.bundled_models import validation_contexts
+    >>> recording, contexts = record("A", ["Once upon a time"]), validation_contexts()[:64]
+    >>> groups = context_groups(recording, contexts, groups=2, min_contexts=4)
+    >>> context_group_noise(groups).sizes["group"]
+    2
+    """
+    report, rows = check_progress(progress), []
+    for number, group in enumerate(groups):
         rows.append(group_statistics(group, seed, number))
-        report(begin + (1 - begin) * len(rows) / len(source))
+        report(len(rows) / len(groups))
     data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
     coords = {
         "group": np.arange(len(rows)),
-        "token_id": ("group", np.array([group.token for group in source])),
-        "position": ("group", np.array([group.position for group in source])),
+        "token_id": ("group", np.array([group.token for group in groups])),
+        "position": ("group", np.array([group.position for group in groups])),
     }
     measured = xr.Dataset(data, coords)
     measured.r_squared.attrs["averaged_as"] = "log(1 - x)"  # bad predictions have very negative values

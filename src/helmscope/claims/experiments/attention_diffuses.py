@@ -23,7 +23,7 @@ from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_groups, context_noise
+from helmscope.observe.context_noise import context_group_noise, context_groups
 from helmscope.observe.context_statistics import covariance_regression
 from helmscope.stats.scales import LinearScale, RemainderScale
 from helmscope.types import HelmscopeError
@@ -143,13 +143,13 @@ def _on_model(case: TrialCase) -> Finding:
     groups = _groups(case, recording, contexts, where, count)
     if isinstance(groups, Finding):
         return groups
-    measured = context_noise(groups, seed=case.seed)
+    measured = context_group_noise(groups, seed=case.seed)
     if bool(measured.slope.isnull().all()):
         return Finding.impossible("Sigma_A of layer 0 is 0: all values are the same")
     sampled = np.array([_one_context(case, group, number) for number, group in enumerate(groups)])
     twins = np.stack(
         [
-            context_noise(context_groups(twin, contexts, groups=count, seed=case.seed)).slope.values
+            context_group_noise(context_groups(twin, contexts, groups=count, seed=case.seed)).slope.values
             for twin in case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts[:2])
         ]
     )

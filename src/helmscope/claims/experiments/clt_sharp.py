@@ -15,7 +15,7 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.observe.context_noise import context_groups, context_noise
+from helmscope.observe.context_noise import context_group_noise, context_groups
 from helmscope.observe.kernel import normalized_rows
 from helmscope.types import HelmscopeError, Instrument, Needs
 
@@ -105,7 +105,7 @@ def _over_contexts(case: TrialCase, trial: AttentionTrial) -> dict[str, Evidence
         groups = context_groups(trial.few, contexts, groups=case.count(256, quick=32), seed=case.seed)
     except HelmscopeError as error:
         return {name: PremiseImpossible(str(error))}
-    measured = context_noise(groups, seed=case.seed)
+    measured = context_group_noise(groups, seed=case.seed)
     excess = measured.kolmogorov_distance - measured.kolmogorov_distance_null
     few_keys = measured.effective_keys <= measured.effective_keys.median()
     rows = {
