@@ -152,7 +152,7 @@ def test_measurements_of_a_simulation_over_time():
     alone = hs.track(hs.integrate(hs.SA(beta=1.0), torch.eye(3), times=[0.0, 1.0]), order=hs.order_parameter)
     assert hs.plot(alone).get_suptitle() == "SA(beta=1)\n1 system: no interval"
     statistics = hs.measure(simulation())["kernel_statistics"]
-    assert len(hs.plot(statistics, variables=["entropy", "row_mass"]).axes) == 2
+    assert len(hs.plot(statistics, variables=["row_entropy", "row_mass"]).axes) == 2
 
 
 def test_an_overview_has_the_figure_that_simulate_writes():

@@ -17,6 +17,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import is_vmapped
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -73,7 +74,7 @@ def track(
     measurement = with_replicates(values, path)
     for name, function in quantities.items():
         if long_name := _long_name(function):
-            measurement[name].attrs["long_name"] = long_name
+            measurement[name].attrs |= label_attributes(long_name)
     return measurement.assign_attrs(origin_attributes(system))
 
 
@@ -281,7 +282,7 @@ def check_system(system: object) -> System:
     1
     """
     if isinstance(system, type) or not isinstance(system, System):
-        shown = system.__name__ if isinstance(system, type) else type(system).__name__
+        shown = f"the class {system.__name__}" if isinstance(system, type) else type_with_article(system)
         raise HelmscopeError(
             f"system is {shown}, but it must be a System with a mechanism, such as a Simulation{record_first(system)}"
         )

@@ -64,7 +64,7 @@ class Measurement(xr.Dataset):  # type: ignore[no-untyped-call]
         return MeasurementPlot(self)
 
     def where(self, *args: Any, **kwargs: Any) -> Self:
-        """That of xarray, as a Measurement.
+        """``Dataset.where``, returned as a Measurement.
 
         >>> measured = Measurement({"rank": ("system", [1.0, 2.0])})
         >>> type(measured.where(measured["rank"] > 1)).__name__
@@ -73,7 +73,7 @@ class Measurement(xr.Dataset):  # type: ignore[no-untyped-call]
         return self.of(super().where(*args, **kwargs))
 
     def fillna(self, value: Any) -> Self:
-        """That of xarray, as a Measurement.
+        """``Dataset.fillna``, returned as a Measurement.
 
         >>> type(Measurement({"rank": ("system", [1.0, float("nan")])}).fillna(0.0)).__name__
         'Measurement'
