@@ -150,7 +150,7 @@ def test_an_input_that_the_model_does_not_take_is_refused(name, hint):
     assert record(tiny_model("gpt2"), inputs).certificate.ok
 
 
-def test_one_of_a_kind_is_singular():
+def test_one_of_a_kind_singular():
     model, words = tiny_model("gpt2"), letters(framed=False)
     recording = record(model, ["a b"], tokenizer=words)
     assert "1 text x 2 tokens" in repr(recording)

@@ -76,7 +76,7 @@ def test_fixed_scales_leave_the_whole_model_as_it_is() -> None:
     found = gradient_norms(record(model, ids))
     assert torch.equal(model(ids).logits.detach(), before)  # nothing is left on the model
     whole, fixed = (found.log_gradient_norm.sel(version=name) for name in ("whole model", "norms at fixed scales"))
-    np.testing.assert_array_equal(whole.isel(block=-1), fixed.isel(block=-1))  # the final norm is no norm of a block
+    np.testing.assert_array_equal(whole.isel(depth=-1), fixed.isel(depth=-1))  # the final norm is no norm of a block
     assert float(abs(whole - fixed).max()) > 1e-3
 
 

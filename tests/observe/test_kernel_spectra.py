@@ -76,7 +76,7 @@ def test_averaging_and_the_identity() -> None:
     found = kernel_spectrum(run).squeeze()
     assert found.nuclear_retention.values == pytest.approx([1 / 8, 1 + 1 / 8])
     assert found.collapse_residual.values[0] == pytest.approx(0, abs=1e-12)
-    assert found.is_singular.values.tolist() == [1, 0]
+    assert found.singular.values.tolist() == [1, 0]
     assert found.log_condition.values[1] == pytest.approx(math.log(2))
     lag = kernel_lag(run).squeeze()
     assert (

@@ -31,7 +31,7 @@ def by_hand(x: np.ndarray) -> dict[str, float]:
         "nuclear_rank": s.sum() / s[0],
         "nuclear_norm": s.sum(),
         "log_condition": math.log(s[0] / s[-1]),
-        "is_singular": 0.0,
+        "singular": 0.0,
         "dirichlet_energy": sum(((x[i + 1] - x[i]) ** 2).sum() for i in range(len(x) - 1)) / size,
         "collapse_residual": math.sqrt(sum(((row - mean) ** 2).sum() for row in x) / size),
     }
@@ -51,7 +51,7 @@ def test_closed_forms_of_matrices() -> None:
     same = matrix_spectrum(torch.ones(6, 4))
     assert float(same["stable_rank"]) == pytest.approx(1, abs=1e-12)
     assert (float(same["dirichlet_energy"]), float(same["collapse_residual"])) == (0.0, 0.0)
-    assert float(same["is_singular"]) == 1
+    assert float(same["singular"]) == 1
     assert float(same["log_condition"]) == pytest.approx(-math.log(4 * 2**-52))
     alternating = torch.tensor([[1.0], [-1.0]]).repeat(10, 1)
     assert float(matrix_spectrum(alternating)["dirichlet_energy"]) == pytest.approx(4 * 19 / 20)
@@ -64,7 +64,7 @@ def test_closed_forms_of_matrices() -> None:
 def test_a_removed_mean_is_no_singular_direction() -> None:
     x = torch.randn(6, 9, dtype=F64, generator=torch.Generator().manual_seed(1))
     centered = x - x.mean(0)
-    assert float(matrix_spectrum(centered)["is_singular"]) == 1
+    assert float(matrix_spectrum(centered)["singular"]) == 1
     s = linalg.svdvals(centered.numpy())
     assert float(matrix_spectrum(centered, rank=5)["log_condition"]) == pytest.approx(math.log(s[0] / s[4]), rel=1e-10)
     assert math.isnan(float(matrix_spectrum(torch.zeros(3, 2))["stable_rank"]))
@@ -97,11 +97,11 @@ def test_a_retention_of_1_is_no_isometry() -> None:
     assert float(turned["log_condition"]) == pytest.approx(float(matrix_spectrum(x)["log_condition"]), abs=1e-12)
 
 
-def test_averaging_is_singular() -> None:
+def test_averaging_singular() -> None:
     found = operator_spectrum(torch.full((4, 4), 0.25), applications=[1, 16])
     assert found["nuclear_retention"].tolist() == pytest.approx([0.25, 0.25])
     assert found["rank_share"].tolist() == [0.25, 0.25]
-    assert (found["is_singular"] == 1).all()
+    assert (found["singular"] == 1).all()
     assert (found["inverse_condition"] == 0).all()
 
 

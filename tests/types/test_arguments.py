@@ -173,7 +173,7 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     assert far == "unknown claim 'zzz'; 41 are allowed"
 
 
-def test_one_is_singular():
+def test_one_singular():
     assert [pluralized(k, "text") for k in (0, 1, 2)] == ["0 texts", "1 text", "2 texts"]
 
 

@@ -141,7 +141,7 @@ class _Needed(Instrument):
     """What the attribution of heads needs."""
 
     name = "direct_logit_attribution"
-    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE | Needs.MLP_WRITE
+    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT_MATRIX | Needs.ATTENTION_WRITE | Needs.MLP_WRITE
 
 
 class _Attribution(_Needed):
@@ -157,8 +157,8 @@ class _Attribution(_Needed):
         """Records the attributions and sizes of an attention half."""
         value, readers, counted = tensors.head_values, self.readers[context.rows], self.counted[context.rows]
         assert value is not None
-        assert tensors.output is not None
-        output = _centered_columns(tensors.output.double(), self.recording)
+        assert tensors.output_matrix is not None
+        output = _centered_columns(tensors.output_matrix.double(), self.recording)
         retrieved = check_kernel(tensors.kernel).double() @ value.double()
         read = torch.einsum("bnd,hds,bhns->bhn", readers, output, retrieved)
         length = torch.linalg.vector_norm(torch.einsum("hrs,bhns->bhnr", torch.linalg.qr(output).R, retrieved), dim=-1)

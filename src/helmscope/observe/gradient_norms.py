@@ -70,8 +70,8 @@ def gradient_norms(
     versions: Sequence[GradientVersion] = tuple(GradientVersion),
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """``log_gradient_norm`` along (block, version, prompt): the natural logarithm of g at the input of each block and,
-    as the last entry, at the output of the last block.
+    """``log_gradient_norm`` along (depth, version, prompt): the natural logarithm of g at the input of each block and
+    at the output of the last one.
 
     Tokens on which no scored token depends, such as the last one, have gradient 0 and count. Raises HelmscopeError
     where ``next_token_loss`` does, for blocks with scaled residual connections or cross-attention, and, without norms,
@@ -83,7 +83,7 @@ def gradient_norms(
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> found = gradient_norms(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
     >>> dict(found.log_gradient_norm.sizes)
-    {'block': 3, 'version': 4, 'prompt': 2}
+    {'depth': 3, 'version': 4, 'prompt': 2}
     """
     report, scoring = check_progress(progress), Scoring(check_recording(recording))
     chosen = list(versions)
@@ -105,8 +105,10 @@ def gradient_norms(
                 found[block, k, rows] = (mean.log() / 2).numpy()
             done += rows.stop - rows.start
             report(done / (len(chosen) * len(recording.batch)))
-    coords = {"block": range(layers + 1), "version": [each.value for each in chosen], **scoring.coords}
-    data = {"log_gradient_norm": (("block", "version", "prompt"), found, LOG_NORM)}
+    depths = [recording.anatomy.depths.steps * block for block in range(layers + 1)]
+    axis: dict[str, Any] = {"depth": ("depth", depths, {"units": recording.trajectory.unit})}
+    coords = {**axis, "version": [each.value for each in chosen], **scoring.coords}
+    data = {"log_gradient_norm": (("depth", "version", "prompt"), found, LOG_NORM)}
     return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "norms of the loss gradient"}))
 
 

@@ -170,7 +170,7 @@ class _Pass(Instrument):
     """
 
     name = "head_write_models"
-    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT
+    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT_MATRIX
 
     def __init__(self, prompts: np.ndarray, use: Callable[[int, Tensor, Tensor], Tensor | None]) -> None:
         self.prompts, self.use = set(prompts.tolist()), use
@@ -180,9 +180,9 @@ class _Pass(Instrument):
         """Uses the chosen prompts of a layer."""
         kernel, value = check_kernel(tensors.kernel), tensors.head_values
         assert value is not None
-        assert tensors.output is not None
+        assert tensors.output_matrix is not None
         chosen = [row for row in range(len(kernel)) if context.rows.start + row in self.prompts]
-        factor = torch.linalg.qr(tensors.output.double()).R  # |W_O u| = |R u|
+        factor = torch.linalg.qr(tensors.output_matrix.double()).R  # |W_O u| = |R u|
         values = torch.einsum("hrs,bhns->bhnr", factor, value[chosen].double())
         found = self.use(context.layer, kernel[chosen].double(), values)
         errors = kernel.new_full((len(kernel), kernel.shape[1], 1 + len(WriteModel)), torch.nan, dtype=torch.float64)

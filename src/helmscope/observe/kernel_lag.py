@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 CUTOFF = 0.5
 NAMES = {
-    "mean_lag": "mean distance to the key (tokens)",
+    "mean_lag": "mean distance to the key",
     "toeplitz_share": "share of the squared kernel that depends on the lag alone",
     "white_noise_high_share": "share above the cutoff of white noise that the operator has acted on",
 }
@@ -111,6 +111,7 @@ class KernelLag(Instrument):
         for name, long_name in NAMES.items():
             measured[name].attrs["long_name"] = long_name
             measured[f"{name}_null"].attrs["long_name"] = f"{long_name}, null"
+        measured.mean_lag.attrs["units"] = measured.mean_lag_null.attrs["units"] = "tokens"
         return measured.assign_coords(operator=list(OPERATORS)).assign_attrs(cutoff=self.cutoff)
 
 

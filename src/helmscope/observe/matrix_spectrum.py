@@ -40,7 +40,7 @@ MATRIX_NAMES = {
     "nuclear_rank": "nuclear rank",
     "nuclear_norm": "nuclear norm",
     "log_condition": "log of the condition number, at most log of 1 / rounding",
-    "is_singular": "whether the smallest singular value is 0 up to rounding",
+    "singular": "whether the smallest singular value is 0 up to rounding",
     "dirichlet_energy": "squared differences of neighboring tokens over squared lengths",
     "collapse_residual": "distance to the mean token over the length, Frobenius norm",
 }
@@ -77,10 +77,10 @@ def matrix_spectrum(x: Float[Tensor, "*batch t c"], *, rank: int | None = None) 
 
 
 def condition_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """``log_condition`` = log(s_1 / s_r), ``inverse_condition`` = s_r / s_1 and ``is_singular``, from singular values
+    """``log_condition`` = log(s_1 / s_r), ``inverse_condition`` = s_r / s_1 and ``singular``, from singular values
     in falling order.
 
-    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell: ``is_singular`` is
+    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell: ``singular`` is
     1, the inverse 0, and the logarithm that of 1 / (r eps), which the true one exceeds.
 
     >>> condition_of(torch.tensor([2.0, 1.0]).double())["inverse_condition"]
@@ -92,7 +92,7 @@ def condition_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batc
     return {
         "log_condition": inverse.clamp(min=rounding).log().abs(),
         "inverse_condition": torch.where(singular, 0.0, inverse),
-        "is_singular": singular.to(s),
+        "singular": singular.to(s),
     }
 
 

@@ -31,7 +31,7 @@ LONG_NAMES = {
     "nuclear_retention": "nuclear norm after over before",
     "log_condition": "log of the condition number, at most log of 1 / rounding",
     "inverse_condition": "smallest over largest singular value",
-    "is_singular": "whether the smallest singular value is 0 up to rounding",
+    "singular": "whether the smallest singular value is 0 up to rounding",
     "rank_share": "numerical rank over the number of tokens",
 }
 
@@ -43,7 +43,7 @@ def operator_spectrum(
     signal: Float[Tensor, "*batch t c"] | None = None,
     applications: Sequence[int] = (1,),
 ) -> dict[str, Float[Tensor, "*batch applications"]]:
-    """``nuclear_retention``, ``log_condition``, ``inverse_condition``, ``is_singular`` and ``rank_share`` of A^k X for
+    """``nuclear_retention``, ``log_condition``, ``inverse_condition``, ``singular`` and ``rank_share`` of A^k X for
     each k of ``applications``, in float64; X is the identity by default. Ranks count singular values above r eps s_1.
 
     Raises HelmscopeError for an operator that is not square, a signal of other tokens or of norm 0, and numbers that

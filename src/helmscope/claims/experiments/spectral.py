@@ -187,8 +187,8 @@ def _on_model(case: TrialCase) -> Finding:
             f"The median head keeps {medians['A']['nuclear_retention'].mean():.3f} of the nuclear norm, and with the "
             f"residual connection {medians['I + A']['nuclear_retention'].mean():.3f}; the median log kappa is "
             f"{medians['A']['log_condition'].mean():.2f} and {medians['I + A']['log_condition'].mean():.2f}. Of the "
-            f"kernels {float(measured.is_singular.sel(operator='A').mean()):.1%} are singular up to rounding, of I + A "
-            f"{float(measured.is_singular.sel(operator='I + A').mean()):.1%}."
+            f"kernels {float(measured.singular.sel(operator='A').mean()):.1%} are singular up to rounding, of I + A "
+            f"{float(measured.singular.sel(operator='I + A').mean()):.1%}."
         ),
         setting=f"X = I, {prompts.setting}, {case.constant('tokens')} tokens each; the condition shows the median of "
         "rho of A over heads",
@@ -235,7 +235,7 @@ def _gradients(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
             found = gradient_norms(recording, versions=[version], progress=False).log_gradient_norm.squeeze("version")
         except HelmscopeError:  # no next-token loss, or residual connections or norms that cannot be changed
             continue
-        slope = (found.isel(block=0) - found.isel(block=-1)) / (found.sizes["block"] - 1)
+        slope = (found.isel(depth=0) - found.isel(depth=-1)) / (found.sizes["depth"] - 1)
         rows[f"growth of the log gradient norm per block toward the input, {version.value}"] = Replicates(
             slope.values, "prompts"
         )
