@@ -38,6 +38,7 @@ from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
 from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
+from helmscope.observe.pairs import first_tokens_alone, without_first_token
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import token_weights
 from helmscope.runs.bar import shows_progress
@@ -49,6 +50,7 @@ from helmscope.types import (
     check_replicates,
     check_seed,
     identity_coordinates,
+    pluralized,
     type_with_article,
 )
 
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 Map = Callable[["Tensor"], "Tensor"]  # of states (tokens, d), token by token
+NEIGHBORS = 16
 STREAM = 23  # of random numbers, different from those of other measurements
 BLOCK = 512  # tokens whose neighbors are found at a time
 FLAT = 1e-6  # of the largest spread of the neighbors: a smaller one is no dimension of the cloud
@@ -146,7 +149,7 @@ def idempotence_defect(half_step: Map, z: Float[Tensor, "tokens d"]) -> Float[Te
 def cloud_projection(
     recording: Recording,
     *,
-    neighbors: int = 16,
+    neighbors: int = NEIGHBORS,
     principal_axes: int = 8,
     tokens: int | None = 16,
     planted_share: float | None = None,
@@ -214,7 +217,29 @@ def cloud_unsupported(recording: object) -> str | None:
         return f"recording is {type_with_article(recording)}, but it must be a Recording"
     if len(recording.batch) < 2:
         return "recording has 1 prompt, but the token cloud is that of other prompts"
-    return block_unsupported(recording, "cloud_projection")
+    return block_unsupported(recording, "cloud_projection") or first_tokens_alone(recording, "cloud_projection")
+
+
+def neighbors_unsupported(recording: Recording, neighbors: int = NEIGHBORS) -> str | None:
+    """One sentence that says why the other prompts of a recording do not have as many tokens as ``neighbors`` for every
+    prompt; None if they do.
+
+    >>> from helmscope import record
+    >>> neighbors_unsupported(record("A", ["Once upon a time", "The dog"]), 2)
+    'neighbors is 2, but the prompts other than one have only 1 token that counts...
+    """
+    counted = without_first_token(recording.trajectory).weights
+    assert counted is not None
+    counts = (counted[0] > 0).sum(-1)
+    others = int(counts.sum() - counts.max())
+    return _too_few(neighbors, others) if others < neighbors else None
+
+
+def _too_few(neighbors: int, others: int) -> str:
+    return (
+        f"neighbors is {neighbors}, but the prompts other than one have only {pluralized(others, 'token')} that count, "
+        "without their first"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,10 +297,7 @@ def _measured(
     owner = members.nonzero()[:, 0]
     others = len(owner) - int(torch.bincount(owner).max())
     if others < neighbors:
-        raise HelmscopeError(
-            f"neighbors is {neighbors}, but the prompts other than one have only {others} tokens that count, without "
-            "their first"
-        )
+        raise HelmscopeError(_too_few(neighbors, others))
     draw = np.random.default_rng([seed, STREAM, step.layer])
     cloud, parts = retract(step.states[members]), []
     for part in torch.split(torch.arange(len(z), device=z.device), BLOCK):

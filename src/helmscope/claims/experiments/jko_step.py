@@ -134,7 +134,7 @@ def _on_model(case: TrialCase) -> Finding:
     others = _exchanged(steps.energies, steps.layers)
     silent = replace(steps, path=without_first_token(silenced(trial.recording).on_sphere))
     means = found.gap_closed_share.mean("prompt").values
-    lowest = {name: found[name].isel(layer=int(np.argmin(found[name].mean("prompt").values))) for name in SHARES}
+    lowest = {name: least for name in SHARES if (least := _least(found[name].values)) is not None}
     return Finding(
         undecided_because=trial.chosen.alike,
         evidence={"share of the gap closed": _every(list(found.gap_closed_share.values), steps.layers)},
@@ -142,8 +142,8 @@ def _on_model(case: TrialCase) -> Finding:
             "potential of another layer": _every(_shares(steps, others), steps.layers),
             "blocks that write nothing": _every(_shares(silent, steps.energies), steps.layers),
         },
-        described={f"{label}, least over layers": Replicates(lowest[name].values, "prompts")
-                   for name, label in SHARES.items() if name in lowest}
+        described={f"{SHARES[name]}, least over layers": Replicates(values, "prompts")
+                   for name, values in lowest.items()}
         | {"share of the gap closed by untrained twins, mean over layers": _twins(case, trial)},
         data=curve(
             "share",
@@ -173,6 +173,12 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
     if not usable:
         return PremiseImpossible("no layer has a minimizer other than its input")
     return ReplicatesInEveryCase([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
+
+
+def _least(rows: np.ndarray) -> np.ndarray | None:
+    """The row of the layer with the smallest mean among those that have a gap; None if there are none."""
+    usable = rows[np.isfinite(rows).all(-1)]
+    return usable[usable.mean(-1).argmin()] if len(usable) else None
 
 
 def _shares(steps: LayerSteps, energies: Mapping[int, QuadraticFreeEnergy]) -> list[np.ndarray]:
