@@ -96,6 +96,43 @@ def test_random_weights_have_no_mobility(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0.35 < interval(verdict, "random field").estimate < 0.5  # (k - 1) / (2 k) for k = 6 directions
 
 
+def without_writes(*parts: str, layer: int | None = None) -> GPT2LMHeadModel:
+    """The random model without the writes of some parts, in one layer or in all."""
+    model = random_model()
+    with torch.no_grad():
+        for number, block in enumerate(model.transformer.h):
+            for part in parts if layer in (None, number) else ():
+                getattr(block, part).c_proj.weight.zero_()
+                getattr(block, part).c_proj.bias.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("claim", "parts", "said"),
+    [
+        ("whitening", ["attn"], "No layer has both a Sigma and an MLP that writes"),
+        ("whitening", ["mlp"], "No layer has both a Sigma and an MLP that writes"),
+        ("mobility", ["attn"], "Sigma is 0 at every token"),
+        ("jko-step", ["attn", "mlp"], "No layer has a minimizer other than its input"),
+    ],
+)
+def test_where_no_layer_writes_there_is_no_premise(claim: str, parts: list[str], said: str) -> None:
+    with Subject(without_writes(*parts), rows_of()) as subject:
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert verdict.sentence.startswith(said)
+
+
+@pytest.mark.parametrize("claim", ["whitening", "mobility", "jko-step"])
+def test_a_layer_that_writes_nothing_is_left_out(claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if claim != "whitening":
+        set_constants(monkeypatch, claim, twins=2)
+    with Subject(without_writes("attn", "mlp", layer=1), rows_of()) as subject:
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
+    assert verdict.interval.n == 32
+    assert "nan" not in verdict.sentence
+
+
 @pytest.mark.parametrize("claim", ["whitening", "mobility", "jko-step"])
 def test_too_few_texts(claim: str) -> None:
     with Subject(random_model(), rows_of(8)) as subject:

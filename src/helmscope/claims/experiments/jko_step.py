@@ -131,13 +131,17 @@ def _on_model(case: TrialCase) -> Finding:
     steps = LayerSteps.of(trial.recording, seed=case.seed)
     components = case.constant("components")
     found = steps.measurement([steps.measured(layer, principal_axes=components) for layer in steps.layers])
+    evidence = _every(list(found.gap_closed_share.values), steps.layers)
+    if isinstance(evidence, PremiseImpossible):
+        return Finding.impossible(evidence.reason)
     others = _exchanged(steps.energies, steps.layers)
     silent = replace(steps, path=without_first_token(silenced(trial.recording).on_sphere))
     means = found.gap_closed_share.mean("prompt").values
-    lowest = {name: least for name in SHARES if (least := _least(found[name].values)) is not None}
+    least, most = int(np.nanargmin(means)), int(np.nanargmax(means))
+    lowest = {name: row for name in SHARES if (row := _least(found[name].values)) is not None}
     return Finding(
         undecided_because=trial.chosen.alike,
-        evidence={"share of the gap closed": _every(list(found.gap_closed_share.values), steps.layers)},
+        evidence={"share of the gap closed": evidence},
         controls={
             "potential of another layer": _every(_shares(steps, others), steps.layers),
             "blocks that write nothing": _every(_shares(silent, steps.energies), steps.layers),
@@ -152,8 +156,8 @@ def _on_model(case: TrialCase) -> Finding:
             label="share of the gap to the minimizer that a layer closes (pseudo-values)",
             over="prompt",
         ),
-        remark=f"The share runs from {means.min():.3g} (layer {steps.layers[int(means.argmin())]}) to "
-        f"{means.max():.3g} (layer {steps.layers[int(means.argmax())]}), with tau from {float(found.tau.min()):.2g} to "
+        remark=f"The share runs from {means[least]:.3g} (layer {steps.layers[least]}) to "
+        f"{means[most]:.3g} (layer {steps.layers[most]}), with tau from {float(found.tau.min()):.2g} to "
         f"{float(found.tau.max()):.2g} layers; of the fall of the objective from input to minimizer the output has "
         f"{_fallen(found)}. {small_steps_premise(case)}",
         setting=f"{trial.setting}; Gaussian laws of all tokens but the first of each prompt, fitted on "
@@ -200,7 +204,7 @@ def _fallen(found: xr.Dataset) -> str:
     """The least and the largest share, over the layers, of the fall of the objective that the output has."""
     start, end, least = (found[f"objective_{name}"].mean("prompt") for name in ("input", "output", "minimizer"))
     shares = ((start - end) / (start - least)).values
-    return f"{shares.min():.2g} to {shares.max():.2g}"
+    return f"{np.nanmin(shares):.2g} to {np.nanmax(shares):.2g}"
 
 
 def _twins(case: TrialCase, trial: AttentionTrial) -> Evidence:
