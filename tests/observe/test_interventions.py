@@ -182,6 +182,11 @@ def test_what_short_texts_and_few_prompts_do_not_have_is_known_before():
     assert few["sink_damage"] == "recording has 3 prompts, but the mean over other prompts needs at least 4"
     assert few["cloud_projection"].startswith("neighbors is 16, but the prompts other than one have only 8 tokens")
     assert few["holonomy_defect"] is None
+    sizes = {"vocab_size": 40, "n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    narrow = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    reason = sentences(hs.record(narrow, ids % 40))["cloud_projection"]
+    assert "principal_axes is 8, but it must be" in reason
+    assert "at most half of the dimension of the directions, 10" in reason
     pairs = sentences(hs.record(model, ids[:, :2]))
     assert pairs["holonomy_defect"] == "recording holds no text with 3 visible tokens, but a triangle needs as many"
     single = hs.record(model, ids[:, :1])

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 Map = Callable[["Tensor"], "Tensor"]  # of states (tokens, d), token by token
-NEIGHBORS = 16
+NEIGHBORS, PRINCIPAL_AXES = 16, 8
 STREAM = 23  # of random numbers, different from those of other measurements
 BLOCK = 512  # tokens whose neighbors are found at a time
 FLAT = 1e-6  # of the largest spread of the neighbors: a smaller one is no dimension of the cloud
@@ -150,7 +150,7 @@ def cloud_projection(
     recording: Recording,
     *,
     neighbors: int = NEIGHBORS,
-    principal_axes: int = 8,
+    principal_axes: int = PRINCIPAL_AXES,
     tokens: int | None = 16,
     planted_share: float | None = None,
     layers: Layers | None = None,
@@ -181,12 +181,9 @@ def cloud_projection(
         check_integer("neighbors", neighbors, at_least=2),
         check_integer("principal_axes", principal_axes, at_least=1),
     )
-    room = recording.anatomy.dim - 1 - recording.anatomy.centered
-    if axes >= count or 2 * axes > room:
-        raise HelmscopeError(
-            f"principal_axes is {axes}, but it must be below neighbors, {count}, and at most half of the dimension of "
-            f"the directions, {room}"
-        )
+    small = cloud_too_small(recording, count, axes)
+    if small is not None:
+        raise HelmscopeError(small)
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
     chosen = chosen_layers(recording, layers)
     sampled = None if tokens is None else check_integer("tokens", tokens, at_least=1)
@@ -220,22 +217,28 @@ def cloud_unsupported(recording: object) -> str | None:
     return block_unsupported(recording, "cloud_projection") or first_tokens_alone(recording, "cloud_projection")
 
 
-def neighbors_unsupported(recording: Recording, neighbors: int = NEIGHBORS) -> str | None:
-    """One sentence that says why the other prompts of a recording do not have as many tokens as ``neighbors`` for every
-    prompt; None if they do.
+def cloud_too_small(
+    recording: Recording, neighbors: int = NEIGHBORS, principal_axes: int = PRINCIPAL_AXES
+) -> str | None:
+    """One sentence that says why the tokens of a recording have no local clouds of this size: its directions have too
+    few dimensions, or the other prompts of a prompt too few tokens; None if they have.
 
     >>> from helmscope import record
-    >>> neighbors_unsupported(record("A", ["Once upon a time", "The dog"]), 2)
-    'neighbors is 2, but the prompts other than one have only 1 token that counts...
+    >>> cloud_too_small(record("A", ["Once upon a time", "The dog"]), 2, 1)
+    'neighbors is 2, but the prompts other than one have only 1 token that count, without their first'
     """
+    room = recording.anatomy.dim - 1 - recording.anatomy.centered
+    if principal_axes >= neighbors or 2 * principal_axes > room:
+        return (
+            f"principal_axes is {principal_axes}, but it must be below neighbors, {neighbors}, and at most half of the "
+            f"dimension of the directions, {room}"
+        )
     counted = without_first_token(recording.trajectory).weights
     assert counted is not None
     counts = (counted[0] > 0).sum(-1)
     others = int(counts.sum() - counts.max())
-    return _too_few(neighbors, others) if others < neighbors else None
-
-
-def _too_few(neighbors: int, others: int) -> str:
+    if others >= neighbors:
+        return None
     return (
         f"neighbors is {neighbors}, but the prompts other than one have only {pluralized(others, 'token')} that count, "
         "without their first"
@@ -295,9 +298,6 @@ def _measured(
     members = step.weights > 0
     members[:, 0] = False
     owner = members.nonzero()[:, 0]
-    others = len(owner) - int(torch.bincount(owner).max())
-    if others < neighbors:
-        raise HelmscopeError(_too_few(neighbors, others))
     draw = np.random.default_rng([seed, STREAM, step.layer])
     cloud, parts = retract(step.states[members]), []
     for part in torch.split(torch.arange(len(z), device=z.device), BLOCK):

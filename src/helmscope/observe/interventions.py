@@ -20,7 +20,7 @@ from helmscope.intervene.weight_noise import WeightNoise
 from helmscope.models.recording import Recording
 from helmscope.models.sites import Site
 from helmscope.observe.attention_temperature_damage import attention_temperature_damage
-from helmscope.observe.cloud_projection import cloud_projection, cloud_unsupported, neighbors_unsupported
+from helmscope.observe.cloud_projection import cloud_projection, cloud_too_small, cloud_unsupported
 from helmscope.observe.fourier_band_damage import BANDS, check_texts, fourier_band_damage
 from helmscope.observe.head_ablation_damage import head_ablation_damage, head_interaction
 from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, layer_ablation_damage
@@ -318,7 +318,7 @@ def _sink_damage_unsupported(system: System) -> str | None:
 
 
 def _cloud_unsupported(system: System) -> str | None:
-    return cloud_unsupported(system) or neighbors_unsupported(_recording(system))
+    return cloud_unsupported(system) or cloud_too_small(_recording(system))
 
 
 def _sinks_unsupported(system: System) -> str | None:
