@@ -88,7 +88,7 @@ def test_tokens_that_climb_the_potential_lose_free_energy(kind: str, ruling: Rul
         assert printed.measured.value == "false"  # with + int U the same tokens gain it
         assert set(tried("free-energy-descends", kind).data.data_vars) == {
             "free_energy",
-            "entropy",
+            "gaussian_entropy",
             "free_energy_as_printed",
         }
     if kind == "against":

@@ -272,12 +272,12 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
     assert far == (
-        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for your own claim "
-        "pass `claims_folder=` (`--from` on the command line)"
+        "unknown claim 'zzz' (`helmscope claims list` prints all 69); for your own claim pass `claims_folder=` "
+        "(`--from` on the command line)"
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
-    assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")
-    assert " more are allowed (helmscope claims list, " in similar
+    assert similar.startswith("unknown claim 'mean'; similar: no-mean-drift, ")
+    assert " (`helmscope claims list` prints all 69); for your own claim pass " in similar
 
 
 # The registry ---------------------------------------------------------------------------------------------------------

@@ -164,12 +164,11 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     text = refused(lambda: check_name("claim", "claim-numbr-17", many))
     assert text == "unknown claim 'claim-numbr-17': did you mean 'claim-number-17'?"
     text = refused(lambda: check_name("claim", "xumber", [*many, "zeta"]))
-    assert text.startswith("unknown claim 'xumber'; the nearest are ")
-    assert text.endswith(", and 36 more are allowed")
-    assert text.count(",") == 5
+    assert text.startswith("unknown claim 'xumber'; similar: claim-number-")
+    assert text.count(",") == 4
     assert "zeta" not in text
     text = refused(lambda: check_name("claim", "zet-of-mine", [*many, "zeta"]))
-    assert text == "unknown claim 'zet-of-mine'; the nearest is zeta, and 40 more are allowed"
+    assert text == "unknown claim 'zet-of-mine'; similar: zeta"
     far = refused(lambda: check_name("claim", "zzz", [*many, "zeta"]))  # one letter in common is not near
     assert far == "unknown claim 'zzz'; 41 are allowed"
 

@@ -48,14 +48,16 @@ def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
     >>> check_claim("rate")
     'rate'
     """
+    entries = read_catalogue(claims_folder)
     try:
-        return check_name("claim", claim, read_catalogue(claims_folder))
+        return check_name("claim", claim, entries)
     except HelmscopeError as error:
         if claims_folder is not None or "did you mean" in str(error):
             raise
-        listed = "(helmscope claims list, hs.claims.read_catalogue())"
+        unknown = str(error).removesuffix(f"; {len(entries)} are allowed")
         raise HelmscopeError(
-            f"{error} {listed}; for your own claim pass `claims_folder=` (`--from` on the command line)"
+            f"{unknown} (`helmscope claims list` prints all {len(entries)}); for your own claim pass `claims_folder=` "
+            "(`--from` on the command line)"
         ) from None
 
 

@@ -162,11 +162,11 @@ def measurement_cost(spec: MeasurementSpec) -> Estimate:
     streamed = any(each.name in names for each in streaming_instruments())
     chosen = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
     standalone = sum(each.cost(few, quick=spec.quick) for each in chosen)
-    forwards = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + standalone
+    forward_passes = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + standalone
     forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
     size = subject_size(subject)
     work = f"{pluralized(len(names), 'measurement')} of {pluralized(len(subject.texts), 'text')}"
-    return Estimate(work, forwards * forward + PICTURES_S, LIBRARY_BYTES + 2 * size.bytes)
+    return Estimate(work, forward_passes * forward + PICTURES_S, LIBRARY_BYTES + 2 * size.bytes)
 
 
 @dataclass(frozen=True)

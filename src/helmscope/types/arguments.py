@@ -122,8 +122,7 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
         hint = f"; allowed: {listing}"
     else:
         similar = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.4)
-        nearest = f"the nearest {'is' if len(similar) == 1 else 'are'} {', '.join(similar)}, and "
-        hint = f"; {nearest if similar else ''}{len(names) - len(similar)} {'more ' if similar else ''}are allowed"
+        hint = f"; similar: {', '.join(similar)}" if similar else f"; {len(names)} are allowed"
     raise HelmscopeError(f"unknown {kind} '{name}'{hint}")
 
 

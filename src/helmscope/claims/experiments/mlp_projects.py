@@ -38,7 +38,7 @@ def mlp_projects(case: TrialCase) -> Finding:
         return prompts
     recording = case.subject.record(prompts.texts)
     refused = cloud_unsupported(recording) or cloud_too_small(
-        recording, case.constant("neighbours"), case.constant("tangent_dims")
+        recording, case.constant("neighbors"), case.constant("tangent_dims")
     )
     if refused is not None:
         return Finding.impossible(refused)
@@ -68,7 +68,7 @@ def mlp_projects(case: TrialCase) -> Finding:
         printed=ReplicatesInEveryCase(list(defect), "prompts", half_steps(list(recording.layers))),
         data=_curves(measured),
         remark=_remark(measured, contrast),
-        setting=f"{prompts.setting}, {measured.attrs['tokens']} of the {case.constant('tokens')} tokens of each; "
+        setting=f"{prompts.setting}, {measured.attrs['sampled_tokens']} of the {case.constant('tokens')} tokens of each; "
         f"{measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
         f"prompts; twins on {contrast.twins.shape[1]} of the prompts",
         undecided_because=prompts.alike,
@@ -78,9 +78,9 @@ def mlp_projects(case: TrialCase) -> Finding:
 def _measured(recording: Recording, case: TrialCase, *, planted_share: float | None = None) -> xr.Dataset:
     return cloud_projection(
         recording,
-        neighbors=case.constant("neighbours"),
+        neighbors=case.constant("neighbors"),
         principal_axes=case.constant("tangent_dims"),
-        tokens=case.count(case.constant("samples"), quick=case.constant("samples_quick")),
+        sampled_tokens=case.count(case.constant("samples"), quick=case.constant("samples_quick")),
         planted_share=planted_share,
         seed=case.seed_for(0),
         progress=False,
