@@ -68,8 +68,8 @@ def mlp_projects(case: TrialCase) -> Finding:
         printed=ReplicatesInEveryCase(list(defect), "prompts", half_steps(list(recording.layers))),
         data=_curves(measured),
         remark=_remark(measured, contrast),
-        setting=f"{prompts.setting}, {measured.attrs['sampled_tokens']} of the {case.constant('tokens')} tokens of each; "
-        f"{measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
+        setting=f"{prompts.setting}, {measured.attrs['sampled_tokens']} of the {case.constant('tokens')} tokens of "
+        f"each; {measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
         f"prompts; twins on {contrast.twins.shape[1]} of the prompts",
         undecided_because=prompts.alike,
     )
