@@ -28,10 +28,14 @@ from helmscope.types import Ruling
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from support.planted_cases import CASES, PlantedCase  # noqa: E402
+from support.planted_cases import CASES as TRANSPORT_CASES  # noqa: E402
+from support.planted_cases import PlantedCase  # noqa: E402
+from support.planted_layer_cases import LAYER_CASES  # noqa: E402
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows  # noqa: E402
 
-MODULES = ("planted_attention", "planted_heads", "planted_updates", "planted_cases")  # of the cases
+CASES = (*TRANSPORT_CASES, *LAYER_CASES)
+MODULES = ("planted_attention", "planted_heads", "planted_updates", "planted_cases")  # of the cases of either kind
+LAYER_MODULES = ("planted_attention", "planted_entropy", "planted_layers", "planted_layer_cases")
 
 
 class Row(TypedDict):
@@ -64,6 +68,19 @@ what is shown is that the trial finds what is there, with all controls, whatever
 random draws fails by chance in 2.5 % of trials, which are then undecided. Where nothing is planted (*independent* keys,
 writes that are *the same everywhere*) a ruling of *inconclusive* is right, too. What is planted is described in
 `tests/support/planted_attention.py`, `planted_heads.py` and `planted_updates.py`.
+
+| claim | planted | expected | right | undecided | wrong |
+|---|---|---|---|---|---|
+"""
+
+LAYERS_HEADER = """
+## Claims on layers as steps of a flow
+
+Models of two to four layers that are what a claim says, or its opposite, by construction: small and large updates,
+small and large gradient steps, tokens that climb a potential or are moved against it, clouds that spread and gather in
+either order, drifts with the mobility of attention's noise or without it, and, for jko-step, a layer that spreads its
+tokens as diffusion does before one that is an exact step, one that gathers them against its noise, and one that turns
+them. What is planted is described in `tests/support/planted_entropy.py` and `planted_layers.py`.
 
 | claim | planted | expected | right | undecided | wrong |
 |---|---|---|---|---|---|
@@ -111,7 +128,8 @@ def stored() -> Table:
 
 def case_hash(case: PlantedCase) -> str:
     """What the rulings of a case depend on."""
-    models = (hash_file(HERE.parent / "tests" / "support" / f"{name}.py") for name in MODULES)
+    modules = LAYER_MODULES if case in LAYER_CASES else MODULES
+    models = (hash_file(HERE.parent / "tests" / "support" / f"{name}.py") for name in modules)
     return " ".join([entry(case.claim).hash, code_hash(case.claim, None), *models])
 
 
@@ -134,8 +152,10 @@ def write(table: Table, rows_of_cases: Rows) -> None:
         for kind, claims in RULINGS.items()
         for claim, expected in zip(CLAIMS, claims, strict=True)
     ]
-    text = HEADER.format(seeds=seeds) + "".join(rows) + CASES_HEADER
-    text += "".join(row(case.claim, case.kind, case.right, rows_of_cases[case.name]["rulings"]) for case in CASES)
+    text = HEADER.format(seeds=seeds) + "".join(rows)
+    for header, cases in ((CASES_HEADER, TRANSPORT_CASES), (LAYERS_HEADER, LAYER_CASES)):
+        found = (row(case.claim, case.kind, case.right, rows_of_cases[case.name]["rulings"]) for case in cases)
+        text += header + "".join(found)
     (HERE / "planted.md").write_text(text)
 
 

@@ -16,12 +16,10 @@ from helmscope.claims.experiments import diffuse_then_compress, entropy_identity
 from helmscope.claims.trial import Trial, run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling, Trajectory
+from support.planted_entropy import LAYERS, D, gradients, pulled, shifted
 
 S, R, UNDECIDED, P = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.IMPOSSIBLE
-D, LAYERS = 16, 4
 ROWS = [[(7 * k + 3 * i * (k + 1)) % 60 for i in range(12)] for k in range(40)]
-AXIS = torch.zeros(D)
-AXIS[:2] = torch.tensor([0.5, -0.5]).mul(2**0.5)  # of mean 0, which LayerNorm keeps
 
 
 def plain() -> GPT2LMHeadModel:
@@ -30,34 +28,13 @@ def plain() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).eval()
 
 
-def silent_halves(net: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    with torch.no_grad():
-        for block in net.transformer.h:
-            for part in (block.attn.c_proj, block.mlp.c_proj):
-                part.weight.zero_()
-                part.bias.zero_()
-    return net
-
-
 # --- entropy-identity
-
-
-def mlp_model(kind: str) -> GPT2LMHeadModel:
-    """MLPs that are gradients of different strength: small ones, and such whose step is larger than the state."""
-    net = silent_halves(plain())
-    if kind == "silent":
-        return net
-    size = {"small": 0.001, "large": 0.2}[kind]
-    with torch.no_grad():
-        for layer, block in enumerate(net.transformer.h):
-            block.mlp.c_proj.weight.copy_(size * (layer - 1.5) * block.mlp.c_fc.weight.T)
-    return net
 
 
 @functools.cache
 def tried(claim: str, kind: str) -> Trial:
-    make = {"entropy-identity": mlp_model, "free-energy-descends": pulled, "diffuse-then-compress": shifted}[claim]
-    with Subject(make(kind), ROWS) as subject:
+    make = {"entropy-identity": gradients, "free-energy-descends": pulled, "diffuse-then-compress": shifted}[claim]
+    with Subject(make(kind)[0], ROWS) as subject:
         return run_trial(claim, quick=True, subject=subject)
 
 
@@ -85,7 +62,7 @@ def test_a_determinant_that_forgets_the_normal_is_detected(monkeypatch: pytest.M
         return original(matrix, x, y, centered=centered) + (D - 2) * y.norm(dim=-1).log()
 
     monkeypatch.setattr(module, "tangent_log_det", flat)
-    with Subject(mlp_model("small"), ROWS) as subject:
+    with Subject(gradients("small")[0], ROWS) as subject:
         assert run_trial("entropy-identity", quick=True, subject=subject).verdict.ruling is not S
 
 
@@ -97,27 +74,6 @@ def test_slopes_are_those_of_least_squares() -> None:
 
 
 # --- free-energy-descends
-
-
-def pulled(kind: str) -> GPT2LMHeadModel:
-    """Tokens with a positive coordinate along an axis, in which each MLP is k x (U = k x^2 / 2), and to which attention
-    adds a constant: along it U and x grow, against it (k < 0) the write of attention descends U. Values are small, so
-    that nu is."""
-    net = silent_halves(plain())
-    if kind == "silent":
-        return net
-    with torch.no_grad():
-        net.transformer.wte.weight.add_(1.0 * AXIS)
-        for block in net.transformer.h:
-            block.attn.c_proj.weight.normal_(0, 1e-3)
-            block.attn.c_proj.bias.copy_(0.5 * AXIS)
-            strength = 0.3 if kind == "uphill" else -0.3
-            block.mlp.c_fc.weight.zero_()
-            block.mlp.c_fc.bias.zero_()
-            for neuron, sign in enumerate((1.0, -1.0)):  # gelu(z) - gelu(-z) = z
-                block.mlp.c_fc.weight[:, neuron] = sign * AXIS
-                block.mlp.c_proj.weight[neuron] = sign * strength * AXIS
-    return net
 
 
 @pytest.mark.parametrize(("kind", "ruling"), [("uphill", S), ("against", R), ("silent", UNDECIDED)])
@@ -132,7 +88,7 @@ def test_tokens_that_climb_the_potential_lose_free_energy(kind: str, ruling: Rul
         assert printed.measured.value == "false"  # with + int U the same tokens gain it
         assert set(tried("free-energy-descends", kind).data.data_vars) == {
             "free_energy",
-            "entropy",
+            "gaussian_entropy",
             "free_energy_as_printed",
         }
     if kind == "against":
@@ -140,23 +96,6 @@ def test_tokens_that_climb_the_potential_lose_free_energy(kind: str, ruling: Rul
 
 
 # --- diffuse-then-compress
-
-
-def shifted(kind: str) -> GPT2LMHeadModel:
-    """Tokens with a common part along an axis, and MLPs that write a constant along it: taking it away spreads
-    directions, adding it gathers them."""
-    net = silent_halves(plain())
-    writes = {
-        "spread, then gathered": [-1.0, -1.0, 1.5, 1.5],
-        "gathered, then spread": [1.0, 1.0, -1.0, -1.0],
-        "gathered": [1.0, 1.0, 1.0, 1.0],
-        "silent": [0.0, 0.0, 0.0, 0.0],
-    }
-    with torch.no_grad():
-        net.transformer.wte.weight.add_(2.0 * AXIS)
-        for block, amount in zip(net.transformer.h, writes[kind], strict=True):
-            block.mlp.c_proj.bias.copy_(amount * AXIS)
-    return net
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from helmscope.claims.trial import run_trial
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
+from support.planted_cases import other_constants
+from support.planted_layer_cases import layer_case
+from support.planted_layers import steps
 from support.trials import interval, named, rulings, set_constants
 
 S, R, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
-VOCABULARY, TOKENS, LINEAR = 64, 32, 40.0
+VOCABULARY, TOKENS = 64, 32
 
 
 def rows_of(count: int = 32) -> list[tuple[int, ...]]:
@@ -21,76 +24,23 @@ def rows_of(count: int = 32) -> list[tuple[int, ...]]:
     return [tuple(row) for row in ids.tolist()]
 
 
-def even_rows() -> list[tuple[int, ...]]:
-    """Texts that hold each of 46 words once in each half, and begin with different words."""
-    rows = []
-    for k in range(32):
-        first, second = (torch.randperm(46, generator=torch.Generator().manual_seed(2 * k + half)) for half in (0, 1))
-        rest = [int(word) for word in first if word != k]
-        rows.append((k, *rest, *second.tolist()))
-    return rows
-
-
-def planted(kind: str, dim: int = 8, tokens: int = TOKENS) -> GPT2LMHeadModel:
-    """Two layers of even attention that writes W z, or nothing, and of an MLP in its linear range that writes M z.
-
-    "gradient": M = -H; "carried": M = -W W^T H, a drift with the mobility of attention's noise, and in both the words
-    are the eigenvectors of W and their opposites. "descends" and "turns": attention writes nothing, and M is -H with
-    H > 0, or antisymmetric; "random": all weights are.
-    """
+def random_model() -> GPT2LMHeadModel:
+    """Two small layers with random weights."""
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=tokens, n_embd=dim, n_head=1, n_layer=2, n_inner=dim,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=8, n_head=1, n_layer=2, n_inner=8,
+        bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).eval()
-    if kind == "random":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-        return model
-    noise = torch.randn(dim, dim, generator=torch.Generator().manual_seed(3))
-    basis = torch.linalg.qr(torch.cat([torch.ones(dim, 1), noise[:, 1:]], 1)).Q[:, 1:]  # orthogonal to (1, ..., 1)
-    inner = basis.mT @ noise @ basis
-    hessian = basis @ (inner + inner.mT) @ basis.mT
-    write = basis @ torch.diag(torch.linspace(0.3, 2.0, dim - 1)) @ basis.mT
-    matrix = {
-        "gradient": -hessian,
-        "carried": -write @ write @ hessian,
-        "descends": -(basis @ torch.diag(torch.linspace(0.2, 2.0, dim - 1)) @ basis.mT),
-        "turns": basis @ (inner - inner.mT) @ basis.mT,
-    }[kind]
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()
-        model.transformer.wte.weight.copy_(torch.randn(VOCABULARY, dim, generator=torch.Generator().manual_seed(1)))
-        if kind in ("gradient", "carried"):
-            model.transformer.wte.weight[: 2 * dim - 2] = dim**0.5 * torch.cat([basis, -basis], 1).mT
-        model.transformer.ln_f.weight.fill_(1)
-        for block in model.transformer.h:
-            block.ln_1.weight.fill_(1)
-            block.ln_2.weight.fill_(1)
-            if kind in ("gradient", "carried"):
-                block.attn.c_attn.weight[:, 2 * dim :] = torch.eye(dim)
-                block.attn.c_proj.weight.copy_(0.01 * write.mT)
-            block.mlp.c_fc.weight.copy_(torch.eye(dim))
-            block.mlp.c_fc.bias.fill_(LINEAR)
-            size = 0.05 if kind in ("descends", "turns") else 0.002
-            block.mlp.c_proj.weight.copy_(size * matrix.mT)
-            block.mlp.c_proj.bias.copy_(-LINEAR * size * matrix.sum(1))
+            parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("carried", S), ("gradient", R)])
-def test_whitening_helps_exactly_the_drift_that_carries_the_mobility(
-    kind: str, expected: Ruling, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With words of which every text holds all, so that Sigma is nearly constant, and W W^T in the directions that
-    are tangent to a word.
-    """
-    set_constants(monkeypatch, "whitening", tokens_quick=8)
-    with Subject(planted(kind, 24, 92), even_rows()) as subject:
-        verdict = run_trial("whitening", quick=True, subject=subject).verdict
+def test_whitening_helps_exactly_the_drift_that_carries_the_mobility(kind: str, expected: Ruling) -> None:
+    verdict = layer_case("whitening", kind).verdict(0)
     assert verdict.ruling is expected, verdict.sentence
     assert all(control.as_expected for control in verdict.controls), rulings(verdict)
     assert "Premise: small-steps" in verdict.sentence
@@ -98,44 +48,94 @@ def test_whitening_helps_exactly_the_drift_that_carries_the_mobility(
         assert interval(verdict, "share before, mean over layers").high < 1e-6
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("descends", S), ("turns", R)])
-def test_a_layer_that_descends_is_a_step_and_one_that_turns_is_not(
-    kind: str, expected: Ruling, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_constants(monkeypatch, "jko-step", twins=2)
-    with Subject(planted(kind), rows_of()) as subject:
-        verdict = run_trial("jko-step", quick=True, subject=subject).verdict
-    assert named(verdict, "share of the gap closed").ruling is expected, verdict.sentence
-    assert named(verdict, "blocks that write nothing").as_expected
+@pytest.mark.parametrize(("kind", "expected"), [("carried", S), ("gradient", R)])
+def test_a_drift_that_carries_sigma_has_its_mobility(kind: str, expected: Ruling) -> None:
+    """Of b = Sigma grad V only the antisymmetric part of Sigma^-1 b is left that a varying Sigma makes."""
+    verdict = layer_case("mobility", kind).verdict(0)
+    assert verdict.ruling is expected, verdict.sentence
+    assert all(control.as_expected for control in verdict.controls), rulings(verdict)
     assert "Premise: small-steps" in verdict.sentence
+    assert "writes divided by its length" in verdict.setting
 
 
-def test_the_potential_of_another_layer_is_noticed_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second layer climbs what the first one descends: its potential is not approached by the first."""
-    set_constants(monkeypatch, "jko-step", twins=2)
-    model = planted("descends")
-    with torch.no_grad():
-        block = model.transformer.h[1].mlp.c_proj
-        block.weight.neg_()
-        block.bias.neg_()
-    with Subject(model, rows_of()) as subject:
+@pytest.mark.parametrize(("kind", "expected"), [("diffusion, exact step", S), ("gathered by noise", R), ("turned", R)])
+def test_diffusion_and_an_exact_step_close_the_gap_and_others_do_not(kind: str, expected: Ruling) -> None:
+    """The first layer of the first model spreads its tokens as diffusion does, the second is an exact step."""
+    with Subject(*layer_case("jko-step", kind).build(seed=0)) as subject:
+        trial = run_trial("jko-step", quick=True, subject=subject)
+    verdict = trial.verdict
+    assert verdict.ruling is expected, verdict.sentence
+    assert all(control.as_expected for control in verdict.controls), rulings(verdict)
+    assert "Premise: small-steps" in verdict.sentence
+    shares = trial.data.share.mean("prompt").values
+    if expected is S:
+        assert shares[0] > 0.98
+        assert shares[1] > 0.85
+    else:
+        assert shares[0] > 0.98  # the exact step comes first there
+        assert shares[1] < 0
+
+
+def test_diffusion_alone_closes_the_gap() -> None:
+    """Where no MLP writes anything, there is no gap of an MLP half-step to describe."""
+    with Subject(*steps("spreads")) as subject, other_constants("jko-step", {"twins": 2}):
         verdict = run_trial("jko-step", quick=True, subject=subject).verdict
-    assert verdict.ruling is S, verdict.sentence
-    assert named(verdict, "potential of another layer").ruling is R
+    assert named(verdict, "share of the gap closed").ruling is S, verdict.sentence
+    assert interval(verdict, "share of the gap closed").low > 0.9
+    described = [each.name for each in verdict.described]
+    assert "share of the gap closed in leading principal axes, least over layers" in described
+    assert not [name for name in described if "MLP half-step" in name]
 
 
 def test_random_weights_have_no_mobility(monkeypatch: pytest.MonkeyPatch) -> None:
     set_constants(monkeypatch, "mobility", twins=2)
-    with Subject(planted("random"), rows_of()) as subject:
+    with Subject(random_model(), rows_of()) as subject:
         verdict = run_trial("mobility", quick=True, subject=subject).verdict
     assert verdict.ruling is R, verdict.sentence
     assert all(control.as_expected for control in verdict.controls), rulings(verdict)
     assert 0.35 < interval(verdict, "random field").estimate < 0.5  # (k - 1) / (2 k) for k = 6 directions
 
 
+def without_writes(*parts: str, layer: int | None = None) -> GPT2LMHeadModel:
+    """The random model without the writes of some parts, in one layer or in all."""
+    model = random_model()
+    with torch.no_grad():
+        for number, block in enumerate(model.transformer.h):
+            for part in parts if layer in (None, number) else ():
+                getattr(block, part).c_proj.weight.zero_()
+                getattr(block, part).c_proj.bias.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("claim", "parts", "said"),
+    [
+        ("whitening", ["attn"], "No layer has both a Sigma and an MLP that writes"),
+        ("whitening", ["mlp"], "No layer has both a Sigma and an MLP that writes"),
+        ("mobility", ["attn"], "Sigma is 0 at every token"),
+        ("jko-step", ["attn", "mlp"], "No layer has a minimizer other than its input"),
+    ],
+)
+def test_where_no_layer_writes_there_is_no_premise(claim: str, parts: list[str], said: str) -> None:
+    with Subject(without_writes(*parts), rows_of()) as subject:
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert verdict.sentence.startswith(said)
+
+
+@pytest.mark.parametrize("claim", ["whitening", "mobility", "jko-step"])
+def test_a_layer_that_writes_nothing_is_left_out(claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if claim != "whitening":
+        set_constants(monkeypatch, claim, twins=2)
+    with Subject(without_writes("attn", "mlp", layer=1), rows_of()) as subject:
+        verdict = run_trial(claim, quick=True, subject=subject).verdict
+    assert verdict.interval.n == 32
+    assert "nan" not in verdict.sentence
+
+
 @pytest.mark.parametrize("claim", ["whitening", "mobility", "jko-step"])
 def test_too_few_texts(claim: str) -> None:
-    with Subject(planted("random"), rows_of(8)) as subject:
+    with Subject(random_model(), rows_of(8)) as subject:
         verdict = run_trial(claim, quick=True, subject=subject).verdict
     assert verdict.ruling is INCONCLUSIVE
     assert "needs 32 different texts" in verdict.sentence

@@ -29,7 +29,8 @@ from helmscope.models.subject import Subject
 from helmscope.observe.pairs import cloud_statistics
 from helmscope.observe.token_decoding import token_decoding_accuracy
 from helmscope.types import HelmscopeError, Region, Ruling, Trajectory
-from support.planted_cases import CASES
+from support.planted_cases import CASES as TRANSPORT_CASES
+from support.planted_layer_cases import LAYER_CASES
 from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows
 from support.trials import interval, named
 
@@ -73,11 +74,12 @@ def test_the_published_table_of_planted_models() -> None:
 
 
 def test_the_published_rulings_of_planted_cases() -> None:
-    """Every claim on transport has a case of either kind; no seed of a published row has the opposite ruling."""
+    """Every claim with planted cases has one of either kind; no seed of a published row has the opposite ruling."""
     published = json.loads((Path(__file__).parents[2] / "docs" / "planted.json").read_text()).get("cases", {})
-    for claim in {case.claim for case in CASES}:
-        assert {S, R} <= {case.right for case in CASES if case.claim == claim}
-    for case in CASES:
+    cases = (*TRANSPORT_CASES, *LAYER_CASES)
+    for claim in {case.claim for case in cases}:
+        assert {S, R} <= {case.right for case in cases if case.claim == claim}
+    for case in cases:
         rulings = published.get(case.name, {"rulings": []})["rulings"]
         assert set(rulings) <= {case.right.value, Ruling.INCONCLUSIVE.value}, case.name
 

@@ -57,3 +57,11 @@ def test_mlps_that_write_nothing_have_no_premise(monkeypatch):
     with Subject(silent_model(32, heads=1), ROWS) as subject:
         verdict = run_trial("mlp-projects", quick=True, subject=subject).verdict
     assert verdict.ruling is Ruling.IMPOSSIBLE
+
+
+def test_a_narrow_model_has_no_cloud_of_that_size(monkeypatch):
+    set_constants(monkeypatch, "mlp-projects", tokens=TOKENS)
+    with Subject(silent_model(12, heads=1), ROWS) as subject:
+        verdict = run_trial("mlp-projects", quick=True, subject=subject).verdict
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert "at most half of the dimension of the directions, 10" in verdict.sentence

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -134,8 +136,34 @@ def test_copies_are_left_out_and_weights_must_be_equal() -> None:
         neighbor_entropy(x, torch.tensor([1.0, 2.0] * 25), principal_axes=2)
     with pytest.raises(hs.HelmscopeError, match="principal_axes is 9, but nearest-neighbor entropy needs at most 8"):
         neighbor_entropy(normal(50, 20), principal_axes=9)
+    with pytest.raises(hs.HelmscopeError, match="principal_axes is 3, but the points have only 2 dimensions"):
+        neighbor_entropy(x, principal_axes=3)
     with pytest.raises(hs.HelmscopeError, match="x has 4 distinct points, but the neighbor number 4 needs at least 5"):
         neighbor_entropy(x[:4], principal_axes=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [gaussian_entropy, gaussian_fisher_information, matrix_entropy, partial(neighbor_entropy, principal_axes=2)],
+)
+def test_points_that_are_not_finite_are_refused_unless_they_do_not_count(function: Callable[..., torch.Tensor]) -> None:
+    x, weights = normal(50, 2), torch.ones(50, dtype=F64)
+    weights[3] = 0
+    expected = function(x, weights)
+    x[3] = torch.nan
+    assert torch.equal(function(x, weights), expected)
+    with pytest.raises(hs.HelmscopeError, match="x holds NaN or infinite entries, but every token that counts must"):
+        function(x)
+
+
+def test_short_recordings_are_refused_as_unsupported() -> None:
+    for texts, said in ((["Once upon a time"], "system has 1 prompt, but"), (["Once upon", "The"], "prompt 1 has no")):
+        recording = hs.record("A", texts)
+        reason = hs.observe.unsupported_measurements(recording)["entropy_along_depth"]
+        assert reason.startswith(said)
+        with pytest.raises(hs.HelmscopeError) as caught:
+            entropy_along_depth(recording)
+        assert str(caught.value) == reason
 
 
 def test_the_jackknife_leaves_out_one_group_after_the_other() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy import special, stats
+from scipy import integrate, special, stats
 
 import helmscope as hs
 from helmscope.fields.activations import Identity
 from helmscope.observe.entropy import entropy_along_depth
 from helmscope.observe.free_energy import free_energy_along_depth
 from helmscope.observe.mlp_entropy_change import mlp_entropy_change
+from helmscope.observe.neighbor_entropy import neighbor_entropy
 from helmscope.solve.layer import Layer
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Trajectory
@@ -59,6 +60,42 @@ def test_entropies_of_a_concentrated_law(d: int, kappa: float) -> None:
     true = (d - 1) * kappa * mean  # E|grad log rho|^2 of the law itself
     assert true == pytest.approx({3: 2.149258882910192, 8: 17.30574174222759}[d], rel=1e-14)
     assert abs(surface / true - 1) > 0.05  # the Gaussian score is not that of the law
+
+
+@pytest.mark.parametrize(("d", "bias"), [(3, 0.02), (4, 0.1), (6, 0.4)])
+def test_the_neighbor_entropy_of_uniform_tokens(d: int, bias: float) -> None:
+    """Uniform unit vectors in R^d are uniform in the unit ball of any d - 2 axes: log 2, log pi, log(pi^2 / 2), with
+    the bias that a bounded law has.
+    """
+    x = hs.Uniform(2_000, d).sample(6, seed=0)
+    found = neighbor_entropy(x, principal_axes=d - 2).numpy()
+    exact = (d - 2) / 2 * np.log(np.pi) - special.gammaln(d / 2)
+    error = found.std(ddof=1) / 6**0.5
+    assert exact - 4 * error < found.mean() < exact + bias + 4 * error
+
+
+def test_the_neighbor_entropy_of_a_concentrated_law() -> None:
+    """Across its axis, where the variance is larger, the law on S^2 has at the radius r the density of both points
+    above it, kappa cosh(kappa z) / (2 pi z sinh kappa), z^2 = 1 - r^2.
+    """
+    kappa = 2.0
+    mean, along, across = moments(3, kappa)
+    assert across > along - mean**2
+
+    def of_height(z: float) -> float:
+        """With r dr = z dz in polar coordinates."""
+        density = kappa * np.cosh(kappa * z) / (2 * np.pi * z * np.sinh(kappa))
+        return float(-2 * np.pi * z * density * np.log(density))
+
+    exact = integrate.quad(of_height, 0, 1)[0]
+    law, errors = stats.vonmises_fisher(np.eye(3)[0], kappa), {}
+    for count in (1_000, 4_000):
+        drawn = (torch.tensor(law.rvs(count, random_state=seed)) for seed in range(8))
+        errors[count] = np.array([float(neighbor_entropy(x, principal_axes=2)) for x in drawn]) - exact
+    # the bias of points near the edge falls as the square root of their number
+    limit = 2 * errors[4_000] - errors[1_000]
+    assert abs(limit.mean()) < 4 * limit.std(ddof=1) / 8**0.5
+    assert 4 * errors[4_000].std(ddof=1) / 8**0.5 < errors[4_000].mean() < 0.1
 
 
 @pytest.mark.parametrize(("d", "kappa"), [(3, 2.0), (8, 5.0)])

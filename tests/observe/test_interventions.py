@@ -4,6 +4,8 @@ forward passes, and what a quick run leaves out.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,31 @@ def test_what_a_model_does_not_have_is_said_in_one_sentence():
     assert run["sink_constancy"] is None
     assert run["query_key_noise"] == "recording is a Simulation, but it must be a Recording"
     assert run["query_key_metric"] == "system is a Simulation, but matrices of heads are those of a Recording"
+
+
+def test_what_short_texts_and_few_prompts_do_not_have_is_known_before():
+    """Not one measurement of a run is left out with a warning only when its turn comes."""
+    model, ids = tiny_model("gpt2"), inputs_of("gpt2", batch=6, n=16)
+    few = sentences(hs.record(model, ids[:3, :5]))
+    assert few["sink_damage"] == "recording has 3 prompts, but the mean over other prompts needs at least 4"
+    assert few["cloud_projection"].startswith("neighbors is 16, but the prompts other than one have only 8 tokens")
+    assert few["holonomy_defect"] is None
+    sizes = {"vocab_size": 40, "n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    narrow = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    reason = sentences(hs.record(narrow, ids % 40))["cloud_projection"]
+    assert "principal_axes is 8, but it must be" in reason
+    assert "at most half of the dimension of the directions, 10" in reason
+    pairs = sentences(hs.record(model, ids[:, :2]))
+    assert pairs["holonomy_defect"] == "recording holds no text with 3 visible tokens, but a triangle needs as many"
+    single = hs.record(model, ids[:, :1])
+    alone = sentences(single)
+    needs_one = "prompt 0 has no token that counts besides the first, but {} needs one"
+    assert alone["cloud_projection"] == needs_one.format("cloud_projection")
+    assert unsupported_measurements(single)["mlp_entropy_change"] == needs_one.format("mlp_entropy_change")
+    for interventions in (False, True):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".* is left out: ")
+            hs.measure(single, interventions=interventions, quick=True)
 
 
 def test_a_learned_sink_leaves_out_what_must_be_matched():

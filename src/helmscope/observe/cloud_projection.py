@@ -39,6 +39,7 @@ from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
 from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
+from helmscope.observe.pairs import first_tokens_alone, without_first_token
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import token_weights
 from helmscope.runs.bar import shows_progress
@@ -50,6 +51,7 @@ from helmscope.types import (
     check_replicates,
     check_seed,
     identity_coordinates,
+    pluralized,
     type_with_article,
 )
 
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 Map = Callable[["Tensor"], "Tensor"]  # of states (tokens, d), token by token
+NEIGHBORS, PRINCIPAL_AXES = 16, 8
 STREAM = 23  # of random numbers, different from those of other measurements
 BLOCK = 512  # tokens whose neighbors are found at a time
 FLAT = 1e-6  # of the largest spread of the neighbors: a smaller one is no dimension of the cloud
@@ -147,8 +150,8 @@ def idempotence_defect(half_step: Map, z: Float[Tensor, "tokens d"]) -> Float[Te
 def cloud_projection(
     recording: Recording,
     *,
-    neighbors: int = 16,
-    principal_axes: int = 8,
+    neighbors: int = NEIGHBORS,
+    principal_axes: int = PRINCIPAL_AXES,
     sampled_tokens: int | None = 16,
     planted_share: float | None = None,
     layers: Layers | None = None,
@@ -179,12 +182,9 @@ def cloud_projection(
         check_integer("neighbors", neighbors, at_least=2),
         check_integer("principal_axes", principal_axes, at_least=1),
     )
-    room = recording.anatomy.dim - 1 - recording.anatomy.centered
-    if axes >= count or 2 * axes > room:
-        raise HelmscopeError(
-            f"principal_axes is {axes}, but it must be below neighbors, {count}, and at most half of the dimension of "
-            f"the directions, {room}"
-        )
+    small = cloud_too_small(recording, count, axes)
+    if small is not None:
+        raise HelmscopeError(small)
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
     chosen = chosen_layers(recording, layers)
     sampled = None if sampled_tokens is None else check_integer("sampled_tokens", sampled_tokens, at_least=1)
@@ -218,7 +218,35 @@ def cloud_unsupported(recording: object) -> str | None:
         return f"recording is {type_with_article(recording)}, but it must be a Recording"
     if len(recording.batch) < 2:
         return "recording has 1 prompt, but the token cloud is that of other prompts"
-    return block_unsupported(recording, "cloud_projection")
+    return block_unsupported(recording, "cloud_projection") or first_tokens_alone(recording, "cloud_projection")
+
+
+def cloud_too_small(
+    recording: Recording, neighbors: int = NEIGHBORS, principal_axes: int = PRINCIPAL_AXES
+) -> str | None:
+    """One sentence that says why the tokens of a recording have no local clouds of this size: its directions have too
+    few dimensions, or the other prompts of a prompt too few tokens; None if they have.
+
+    >>> from helmscope import record
+    >>> cloud_too_small(record("A", ["Once upon a time", "The dog"]), 2, 1)
+    'neighbors is 2, but the prompts other than one have only 1 token that count, without their first'
+    """
+    room = recording.anatomy.dim - 1 - recording.anatomy.centered
+    if principal_axes >= neighbors or 2 * principal_axes > room:
+        return (
+            f"principal_axes is {principal_axes}, but it must be below neighbors, {neighbors}, and at most half of the "
+            f"dimension of the directions, {room}"
+        )
+    counted = without_first_token(recording.trajectory).weights
+    assert counted is not None
+    counts = (counted[0] > 0).sum(-1)
+    others = int(counts.sum() - counts.max())
+    if others >= neighbors:
+        return None
+    return (
+        f"neighbors is {neighbors}, but the prompts other than one have only {pluralized(others, 'token')} that count, "
+        "without their first"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,12 +302,6 @@ def _measured(
     members = step.weights > 0
     members[:, 0] = False
     owner = members.nonzero()[:, 0]
-    others = len(owner) - int(torch.bincount(owner).max())
-    if others < neighbors:
-        raise HelmscopeError(
-            f"neighbors is {neighbors}, but the prompts other than one have only {others} tokens that count, without "
-            "their first"
-        )
     draw = np.random.default_rng([seed, STREAM, step.layer])
     cloud, parts = retract(step.states[members]), []
     for part in torch.split(torch.arange(len(z), device=z.device), BLOCK):

@@ -40,14 +40,15 @@ from helmscope.observe.neighbor_entropy import (
     check_dimensions,
     distinct,
     equal_weights,
+    finite_points,
     principal_projection,
 )
 from helmscope.observe.observable import in_parts, observable
-from helmscope.observe.pairs import sphere_and_ids, without_first_token
+from helmscope.observe.pairs import first_tokens_alone, sphere_and_ids, without_first_token
 from helmscope.observe.pooled import RANK_TOLERANCE, CloudMoments, PooledMoments
-from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, check_system, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_integer, check_progress, pluralized
+from helmscope.types import HelmscopeError, Trajectory, check_integer, check_progress, pluralized
 from helmscope.types.display import ConciseRepr
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.types import System, Trajectory
+    from helmscope.types import System
     from helmscope.types.progress import ProgressOption
 
 LABELS = {
@@ -105,7 +106,8 @@ def gaussian_entropy(
     >>> gaussian_entropy(torch.tensor([[1.0], [-1.0]])).item()  # (1/2) log(2 pi e)
     1.4189385332046727
     """
-    return in_parts(lambda x, m: moments_of(x, m).gaussian_entropy, x, token_weights(x, weights), progress)
+    m = token_weights(x, weights)
+    return in_parts(lambda x, m: moments_of(x, m).gaussian_entropy, finite_points(x, m), m, progress)
 
 
 @observable
@@ -124,7 +126,7 @@ def gaussian_fisher_information(
     0.25
     """
     m = token_weights(x, weights)
-    return in_parts(lambda x, m: moments_of(x, m).gaussian_fisher_information, x, m, progress)
+    return in_parts(lambda x, m: moments_of(x, m).gaussian_fisher_information, finite_points(x, m), m, progress)
 
 
 def surface_fisher_information(moments: CloudMoments) -> Float[Tensor, "*batch"]:
@@ -161,6 +163,7 @@ def matrix_entropy(
     4.0
     """
     m = token_weights(x, weights)
+    x = finite_points(x, m)
     return in_parts(lambda x, m: _matrix_entropy(moments_of(x, m), centered=centered), x, m, progress)
 
 
@@ -301,6 +304,10 @@ def entropy_along_depth(
     >>> measured.matrix_entropy.dims, measured.attrs["rank"], bool(measured.gaussian_entropy.isnull().all())
     (('depth', 'prompt'), 191, True)
     """
+    if not include_first_token and not isinstance(system, Trajectory):
+        refused = entropy_unsupported(check_system(system))
+        if refused is not None:
+            raise HelmscopeError(refused)
     path = sphere_and_ids(system, None)[0]
     path = check_finite(path if include_first_token else without_first_token(path))
     d = path.states.shape[-1]
@@ -367,12 +374,4 @@ def entropy_unsupported(system: System) -> str | None:
     if count < 2:
         what = pluralized(count, system.replicate)
         return f"system has {what}, but entropy_along_depth needs at least 2: it is that of all their tokens"
-    counted = without_first_token(system.trajectory).weights
-    assert counted is not None
-    empty = (counted > 0).sum(-1).amin(0) == 0
-    if bool(empty.any()):
-        number = int(empty.nonzero()[0])
-        return (
-            f"{system.replicate} {number} has no token that counts besides the first, but entropy_along_depth needs one"
-        )
-    return None
+    return first_tokens_alone(system, "entropy_along_depth")

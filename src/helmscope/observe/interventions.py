@@ -20,7 +20,7 @@ from helmscope.intervene.weight_noise import WeightNoise
 from helmscope.models.recording import Recording
 from helmscope.models.sites import Site
 from helmscope.observe.attention_temperature_damage import attention_temperature_damage
-from helmscope.observe.cloud_projection import cloud_projection, cloud_unsupported
+from helmscope.observe.cloud_projection import cloud_projection, cloud_too_small, cloud_unsupported
 from helmscope.observe.fourier_band_damage import BANDS, check_texts, fourier_band_damage
 from helmscope.observe.head_ablation_damage import head_ablation_damage, head_interaction
 from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, layer_ablation_damage
@@ -28,10 +28,15 @@ from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.loss_gradient_cosine import SCALES, loss_gradient_cosine
 from helmscope.observe.noise_ratio import query_key_noise_ratio, query_key_noise_summary
 from helmscope.observe.query_key_change_damage import ChangeStrength, query_key_change_damage
-from helmscope.observe.query_key_metric import head_matrices, holonomy_defect, query_key_metric
+from helmscope.observe.query_key_metric import (
+    head_matrices,
+    holonomy_defect,
+    query_key_metric,
+    triangles_unsupported,
+)
 from helmscope.observe.query_key_noise import OF_WEIGHTS, PAIRED, NoiseKind, query_key_noise, query_key_noise_by_layer
 from helmscope.observe.scoring import scoring_unsupported
-from helmscope.observe.sink_damage import sink_damage
+from helmscope.observe.sink_damage import prompts_unsupported, sink_damage
 from helmscope.observe.sinks import AttentionSinks, TokenValues, attention_sinks, sink_constancy
 from helmscope.observe.standalone import StandaloneMeasurement
 from helmscope.types import HelmscopeError, check_progress, pluralized, sub_progress, type_with_article
@@ -88,16 +93,16 @@ def intervention_measurements() -> tuple[StandaloneMeasurement, ...]:
         StandaloneMeasurement("query_key_noise_by_layer", _noise_by_layer, _layer_noise_forwards, _match_unsupported),
         StandaloneMeasurement("query_key_change_damage", _query_key_change, (20, 12), _match_unsupported),
         StandaloneMeasurement("query_key_metric", _query_key_metric, (1, 1), _matrices_unsupported),
-        StandaloneMeasurement("holonomy_defect", _holonomy_defect, _holonomy_forwards, _matrices_unsupported),
+        StandaloneMeasurement("holonomy_defect", _holonomy_defect, _holonomy_forwards, _holonomy_unsupported),
         StandaloneMeasurement("attention_sinks", _attention_sinks, (1.4, 1.4), _sinks_unsupported),
         StandaloneMeasurement("sink_constancy", _sink_constancy, (1.4, 1.4), _constancy_unsupported),
-        StandaloneMeasurement("sink_damage", _sink_damage, (8, 8), _attention_unsupported),
+        StandaloneMeasurement("sink_damage", _sink_damage, (8, 8), _sink_damage_unsupported),
         StandaloneMeasurement("layer_ablation_damage", _layer_ablation, _layer_forwards, _loss_unsupported),
         StandaloneMeasurement("head_ablation_damage", _head_ablation, _head_forwards, _heads_unsupported),
         StandaloneMeasurement("fourier_band_damage", _fourier_band, _band_forwards, _bands_unsupported),
         StandaloneMeasurement("attention_temperature_damage", _temperature, (5, 5), _attention_unsupported),
         StandaloneMeasurement("loss_gradient_cosine", _loss_gradient, _gradient_forwards, _loss_unsupported),
-        StandaloneMeasurement("cloud_projection", _cloud_projection, (12, 5), cloud_unsupported),
+        StandaloneMeasurement("cloud_projection", _cloud_projection, (12, 5), _cloud_unsupported),
     )
 
 
@@ -302,6 +307,18 @@ def _matrices_unsupported(system: System) -> str | None:
     if not isinstance(system, Recording):
         return f"system is {type_with_article(system)}, but matrices of heads are those of a Recording"
     return _refusal(lambda: head_matrices(system))
+
+
+def _holonomy_unsupported(system: System) -> str | None:
+    return _matrices_unsupported(system) or triangles_unsupported(_recording(system))
+
+
+def _sink_damage_unsupported(system: System) -> str | None:
+    return _attention_unsupported(system) or prompts_unsupported(_recording(system))
+
+
+def _cloud_unsupported(system: System) -> str | None:
+    return cloud_unsupported(system) or cloud_too_small(_recording(system))
 
 
 def _sinks_unsupported(system: System) -> str | None:

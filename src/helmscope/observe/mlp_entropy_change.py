@@ -46,6 +46,7 @@ from helmscope.geometry.sphere import angle
 from helmscope.models.recording import Recording
 from helmscope.models.topology import Kind
 from helmscope.observe.labels import label_attributes
+from helmscope.observe.pairs import first_tokens_alone
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -324,12 +325,13 @@ def entropy_change_unsupported(system: System) -> str | None:
     if refused is not None:
         return refused
     if isinstance(system, Recording):
-        return block_unsupported(system, "mlp_entropy_change", post_norm=True)
+        refused = block_unsupported(system, "mlp_entropy_change", post_norm=True)
+        return refused or first_tokens_alone(system, "mlp_entropy_change")
     if not isinstance(system, Simulation) or not isinstance(system.problem.stepper, Layer):
         return (
             "system is a flow, but mlp_entropy_change needs layers, whose MLP maps a token at once: stepper=hs.Layer()"
         )
-    return None
+    return first_tokens_alone(system, "mlp_entropy_change")
 
 
 def _norms_of(system: System) -> dict[int, Norm]:

@@ -77,7 +77,7 @@ def neighbor_entropy(
         check_integer("neighbors", neighbors, at_least=1),
     )
     counts = token_weights(x, weights)
-    clouds = x.reshape(-1, *x.shape[-2:])
+    clouds = finite_points(x, counts).reshape(-1, *x.shape[-2:])
     report, found = check_progress(progress), []
     for cloud, m in zip(clouds, counts.reshape(len(clouds), -1), strict=True):
         points = principal_projection(cloud[equal_weights(m)].double(), principal_axes)
@@ -93,12 +93,25 @@ def check_dimensions(principal_axes: int, most: int) -> int:
     4
     """
     principal_axes = check_integer("principal_axes", principal_axes, at_least=1)
-    if principal_axes > min(MAX_DIMENSIONS, most):
+    if principal_axes > MAX_DIMENSIONS:
         raise HelmscopeError(
-            f"principal_axes is {principal_axes}, but nearest-neighbor entropy needs at most "
-            f"{min(MAX_DIMENSIONS, most)}: its bias grows with the dimension"
+            f"principal_axes is {principal_axes}, but nearest-neighbor entropy needs at most {MAX_DIMENSIONS}: its "
+            "bias grows with the dimension"
         )
+    if principal_axes > most:
+        raise HelmscopeError(f"principal_axes is {principal_axes}, but the points have only {most} dimensions")
     return principal_axes
+
+
+def finite_points(x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:
+    """The points x, if all that count are finite; raises HelmscopeError if not.
+
+    >>> finite_points(torch.tensor([[1.0], [torch.nan]]), torch.tensor([1.0, 0.0])).shape
+    torch.Size([2, 1])
+    """
+    if not bool((torch.isfinite(x).all(-1) | (weights == 0)).all()):
+        raise HelmscopeError("x holds NaN or infinite entries, but every token that counts must be finite")
+    return x
 
 
 def equal_weights(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:

@@ -198,6 +198,23 @@ def without_first_token(path: Trajectory) -> Trajectory:
     return replace(path, weights=weights)
 
 
+def first_tokens_alone(system: System, name: str) -> str | None:
+    """The first prompt that has no token besides its first one, in a sentence that says that ``name`` needs one; None
+    if all have.
+
+    >>> from helmscope import record
+    >>> first_tokens_alone(record("A", ["Once upon a time", "The"]), "generator_test")
+    'prompt 1 has no token that counts besides the first, but generator_test needs one'
+    """
+    counted = without_first_token(system.trajectory).weights
+    assert counted is not None
+    empty = (counted > 0).sum(-1).amin(0) == 0
+    if not bool(empty.any()):
+        return None
+    number = int(empty.nonzero()[0])
+    return f"{system.replicate} {number} has no token that counts besides the first, but {name} needs one"
+
+
 @dataclass(frozen=True, eq=False)
 class _PairWeights:
     """The weights of all pairs in each set, (rows, set, n^2), and their sums (rows, set)."""

@@ -287,13 +287,30 @@ def triangle_holonomy_defect(matrices: HeadMatrices, weights: Float[Tensor, "3 h
     return 1 - float(((units[0] @ units[1]) * units[2]).sum()) / min(ranks)
 
 
-def _corners(recording: Recording, triangles: int, seed: int) -> Int[np.ndarray, "prompt triangle 3"]:
-    """Three different visible tokens of each prompt for each triangle, the latest first; -1 where there are none."""
+def triangles_unsupported(recording: Recording) -> str | None:
+    """One sentence that says that no text of a recording has a triangle of tokens; None if one has.
+
+    >>> from helmscope import record
+    >>> triangles_unsupported(record("A", ["Once"]))
+    'recording holds no text with 3 visible tokens, but a triangle needs as many'
+    """
+    if any(len(each) >= 3 for each in _places(recording)):
+        return None
+    return "recording holds no text with 3 visible tokens, but a triangle needs as many"
+
+
+def _places(recording: Recording) -> list[Int[np.ndarray, " tokens"]]:
+    """The visible tokens of each prompt."""
     visible, n = recording.visible, recording.trajectory.states.shape[2]
     prompts = range(len(recording.batch))
-    places = [np.arange(n) if visible is None else np.flatnonzero(visible[k].cpu()) for k in prompts]
-    if all(len(each) < 3 for each in places):
-        raise HelmscopeError("recording holds no text with 3 visible tokens, but a triangle needs as many")
+    return [np.arange(n) if visible is None else np.flatnonzero(visible[k].cpu()) for k in prompts]
+
+
+def _corners(recording: Recording, triangles: int, seed: int) -> Int[np.ndarray, "prompt triangle 3"]:
+    """Three different visible tokens of each prompt for each triangle, the latest first; -1 where there are none."""
+    places, refused = _places(recording), triangles_unsupported(recording)
+    if refused is not None:
+        raise HelmscopeError(refused)
     corners = np.full((len(places), triangles, 3), -1)
     for prompt, each in enumerate(places):
         draw = np.random.default_rng([seed, prompt])

@@ -178,7 +178,7 @@ def query_key_noise_by_layer(
     >>> noise.kl.dims, noise.sizes["layer"]
     (('layer', 'site', 'draw', 'prompt'), 12)
     """
-    seeds, (size,) = _checked_seeds(seed, draws), _checked_sizes([sigma])
+    seeds, (size,) = _checked_seeds(seed, draws), [check_real("sigma", sigma, at_least=0)]
     numbers = chosen_layers(check_recording(recording), layers)
     trial = _NoiseTrial(recording, _checked_kinds([kind], sites))
     found = trial.run([[layer] for layer in numbers], sites, [size], seeds, check_progress(progress))

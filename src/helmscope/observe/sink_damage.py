@@ -72,11 +72,9 @@ def sink_damage(
     """
     report, seed, least = check_progress(progress), check_seed(seed), check_real("threshold", threshold, above=0)
     check_recording(recording)
-    if len(recording.batch) < MIN_PROMPTS:
-        raise HelmscopeError(
-            f"recording has {pluralized(len(recording.batch), 'prompt')}, but the mean over other prompts needs at "
-            f"least {MIN_PROMPTS}"
-        )
+    few = prompts_unsupported(recording)
+    if few is not None:
+        raise HelmscopeError(few)
     if heads is None:
         instrument = AttentionSinks(first_position=first_position)
         weights = recording.replay(instrument)[instrument.name].first_token_mass.mean("prompt")
@@ -96,6 +94,19 @@ def sink_damage(
     }
     damage = damage_under_edits(recording, edits, progress=report)
     return damage.assign_attrs(title="damage to sinks", sinks=[f"L{layer}H{head}" for layer, head in sinks])
+
+
+def prompts_unsupported(recording: Recording) -> str | None:
+    """One sentence that says that a recording has too few prompts for a mean over others; None if it has enough.
+
+    >>> from helmscope import record
+    >>> prompts_unsupported(record("A", ["Once upon a time"]))
+    'recording has 1 prompt, but the mean over other prompts needs at least 4'
+    """
+    count = len(recording.batch)
+    if count >= MIN_PROMPTS:
+        return None
+    return f"recording has {pluralized(count, 'prompt')}, but the mean over other prompts needs at least {MIN_PROMPTS}"
 
 
 def sinks_of(weights: xr.DataArray, least: float) -> list[Head]:

@@ -246,7 +246,7 @@ def _described(measured: xr.Dataset, twins: np.ndarray) -> dict[str, Evidence]:
         f"change of F over all {half} half-steps": measured.free_energy_change.where(measured.half == half).sum("depth")
         for half in ("attention", "mlp")
     }
-    over["change of the Gaussian entropy over all half-steps"] = measured.entropy_change.sum("depth")
+    over["change of the Gaussian entropy over all half-steps"] = measured.gaussian_entropy_change.sum("depth")
     described: dict[str, Evidence] = {name: Replicates(values.values, "prompts") for name, values in over.items()}
     if np.isfinite(twins).all():
         described["share of half-steps at which F falls, untrained twins"] = Replicates(twins, "twins")
@@ -260,7 +260,8 @@ def _curves(measured: xr.Dataset) -> xr.Dataset:
         ("free_energy", "free energy F since depth 0"),
         ("gaussian_entropy", "Gaussian entropy (nats)"),
     ):
-        named = {text: f"{kind}{name}" for text, kind in CURVES.items()}
+        predicted = name.removeprefix("gaussian_")
+        named = {text: f"{kind}{predicted}" if kind else name for text, kind in CURVES.items()}
         misfits = {text: measured.attrs.get(f"{variable}_misfit") for text, variable in named.items()}
         labels = [text if misfit is None else f"{text}, misfit {misfit:.2g}" for text, misfit in misfits.items()]
         values = np.stack([measured[each].transpose("prompt", "depth").values for each in named.values()], -1)

@@ -123,7 +123,7 @@ def generator_on_model(case: TrialCase) -> Finding:
     bank = ProbeBank.of(recording, seed=case.seed_for(0), per_kind=case.constant("probes_of_a_kind"))
     options = {
         "bank": bank,
-        "tokens": case.constant("sampled_tokens"),
+        "sampled_tokens": case.constant("sampled_tokens"),
         "seed": case.seed_for(1),
     }
     own = BlockShares(generator_test(recording, **options))

@@ -131,19 +131,23 @@ def _on_model(case: TrialCase) -> Finding:
     steps = LayerSteps.of(trial.recording, seed=case.seed)
     components = case.constant("components")
     found = steps.measurement([steps.measured(layer, principal_axes=components) for layer in steps.layers])
+    evidence = _every(list(found.gap_closed_share.values), steps.layers)
+    if isinstance(evidence, PremiseImpossible):
+        return Finding.impossible(evidence.reason)
     others = _exchanged(steps.energies, steps.layers)
     silent = replace(steps, path=without_first_token(silenced(trial.recording).on_sphere))
     means = found.gap_closed_share.mean("prompt").values
-    lowest = {name: found[name].isel(layer=int(np.argmin(found[name].mean("prompt").values))) for name in SHARES}
+    least, most = int(np.nanargmin(means)), int(np.nanargmax(means))
+    lowest = {name: row for name in SHARES if (row := _least(found[name].values)) is not None}
     return Finding(
         undecided_because=trial.chosen.alike,
-        evidence={"share of the gap closed": _every(list(found.gap_closed_share.values), steps.layers)},
+        evidence={"share of the gap closed": evidence},
         controls={
             "potential of another layer": _every(_shares(steps, others), steps.layers),
             "blocks that write nothing": _every(_shares(silent, steps.energies), steps.layers),
         },
-        described={f"{label}, least over layers": Replicates(lowest[name].values, "prompts")
-                   for name, label in SHARES.items() if name in lowest}
+        described={f"{SHARES[name]}, least over layers": Replicates(values, "prompts")
+                   for name, values in lowest.items()}
         | {"share of the gap closed by untrained twins, mean over layers": _twins(case, trial)},
         data=curve(
             "share",
@@ -152,8 +156,8 @@ def _on_model(case: TrialCase) -> Finding:
             label="share of the gap to the minimizer that a layer closes (pseudo-values)",
             over="prompt",
         ),
-        remark=f"The share runs from {means.min():.3g} (layer {steps.layers[int(means.argmin())]}) to "
-        f"{means.max():.3g} (layer {steps.layers[int(means.argmax())]}), with tau from {float(found.tau.min()):.2g} to "
+        remark=f"The share runs from {means[least]:.3g} (layer {steps.layers[least]}) to "
+        f"{means[most]:.3g} (layer {steps.layers[most]}), with tau from {float(found.tau.min()):.2g} to "
         f"{float(found.tau.max()):.2g} layers; of the fall of the objective from input to minimizer the output has "
         f"{_fallen(found)}. {small_steps_premise(case)}",
         setting=f"{trial.setting}; Gaussian laws of all tokens but the first of each prompt, fitted on "
@@ -175,6 +179,12 @@ def _every(rows: list[np.ndarray], layers: list[int]) -> Evidence:
     return ReplicatesInEveryCase([rows[k] for k in usable], "prompts", [f"layer {layers[k]}" for k in usable])
 
 
+def _least(rows: np.ndarray) -> np.ndarray | None:
+    """The row of the layer with the smallest mean among those that have a gap; None if there are none."""
+    usable = rows[np.isfinite(rows).all(-1)]
+    return usable[usable.mean(-1).argmin()] if len(usable) else None
+
+
 def _shares(steps: LayerSteps, energies: Mapping[int, QuadraticFreeEnergy]) -> list[np.ndarray]:
     """The pseudo-values of the share of every layer, for given energies."""
     found = []
@@ -194,7 +204,7 @@ def _fallen(found: xr.Dataset) -> str:
     """The least and the largest share, over the layers, of the fall of the objective that the output has."""
     start, end, least = (found[f"objective_{name}"].mean("prompt") for name in ("input", "output", "minimizer"))
     shares = ((start - end) / (start - least)).values
-    return f"{shares.min():.2g} to {shares.max():.2g}"
+    return f"{np.nanmin(shares):.2g} to {np.nanmax(shares):.2g}"
 
 
 def _twins(case: TrialCase, trial: AttentionTrial) -> Evidence:

@@ -14,7 +14,7 @@ from helmscope.claims.prompts import prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.observe.cloud_projection import cloud_projection, cloud_unsupported
+from helmscope.observe.cloud_projection import cloud_projection, cloud_too_small, cloud_unsupported
 from helmscope.stats.scales import LogScale
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def mlp_projects(case: TrialCase) -> Finding:
     if isinstance(prompts, Finding):
         return prompts
     recording = case.subject.record(prompts.texts)
-    refused = cloud_unsupported(recording)
+    refused = cloud_unsupported(recording) or cloud_too_small(
+        recording, case.constant("neighbors"), case.constant("tangent_dims")
+    )
     if refused is not None:
         return Finding.impossible(refused)
     if not _writes(recording):
@@ -66,8 +68,8 @@ def mlp_projects(case: TrialCase) -> Finding:
         printed=ReplicatesInEveryCase(list(defect), "prompts", half_steps(list(recording.layers))),
         data=_curves(measured),
         remark=_remark(measured, contrast),
-        setting=f"{prompts.setting}, {measured.attrs['tokens']} of the {case.constant('tokens')} tokens of each; "
-        f"{measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
+        setting=f"{prompts.setting}, {measured.attrs['sampled_tokens']} of the {case.constant('tokens')} tokens of "
+        f"each; {measured.attrs['principal_axes']} axes of the {measured.attrs['neighbors']} nearest tokens of other "
         f"prompts; twins on {contrast.twins.shape[1]} of the prompts",
         undecided_because=prompts.alike,
     )

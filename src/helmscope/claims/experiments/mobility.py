@@ -10,7 +10,7 @@ from torch.func import jacfwd, vmap
 
 from helmscope.claims.attention_trials import AttentionTrial, by_prompt, every_layer, layer_means
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Replicates, ReplicatesInEveryCase
+from helmscope.claims.evidence import PremiseImpossible, Replicates, ReplicatesInEveryCase
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import small_steps_premise
@@ -102,6 +102,9 @@ def _on_model(case: TrialCase) -> Finding:
         return every_layer(measured(recording).antisymmetric_share)
 
     found = measured(trial.recording)
+    evidence = every_layer(found.antisymmetric_share)
+    if isinstance(evidence, PremiseImpossible):
+        return Finding.impossible("Sigma is 0 at every token, and has no inverse")
     rows = [list(row) for row in trial.recording.batch.visible_ids][: case.constant("twin_prompts")]
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=rows)
     contrast = TwinContrast(
@@ -110,7 +113,7 @@ def _on_model(case: TrialCase) -> Finding:
     )
     return Finding(
         undecided_because=trial.chosen.alike,
-        evidence={"antisymmetric share": every_layer(found.antisymmetric_share)},
+        evidence={"antisymmetric share": evidence},
         controls={
             "random field": every_layer(found.antisymmetric_share_null),
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no inverse"),

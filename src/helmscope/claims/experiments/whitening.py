@@ -99,6 +99,11 @@ def _on_model(case: TrialCase) -> Finding:
     if refused is not None:
         return Finding.impossible(refused)
     found = trial.recording.replay(instrument)[instrument.name]
+    change = every_layer(found.antisymmetric_share_change)
+    if isinstance(change, PremiseImpossible):
+        return Finding.impossible(
+            "no layer has both a Sigma and an MLP that writes, so that there is nothing to whiten"
+        )
 
     def silent(recording: Recording) -> Evidence:
         return every_layer(recording.replay(instrument)[instrument.name].antisymmetric_share_change)
@@ -106,7 +111,7 @@ def _on_model(case: TrialCase) -> Finding:
     return Finding(
         undecided_because=trial.chosen.alike,
         evidence={
-            "change of the share": every_layer(found.antisymmetric_share_change),
+            "change of the share": change,
             "variation of Sigma": _over_layers(found.sigma_variation),
             "commutator": _over_layers(found.commutator),
         },
