@@ -187,7 +187,7 @@ def test_a_schema_for_forms() -> None:
         ('job = "simulate"\nbeta = nan', "x.toml is not valid: beta is nan"),
         ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads only version 1 of the format"),
         ('job = "phase"\n[field]\nname = 1', "field is a dict, but it must be one of sa, usa, sinkhorn"),
-        ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list"),
+        ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list, such as ['rate']"),
     ],
 )
 def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
@@ -273,12 +273,13 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
     assert far == (
-        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for your own claim "
-        "pass `claims_folder=` (`--from` on the command line)"
+        "unknown claim 'zzz' (`helmscope claims list` prints all 69); for your own claim pass `claims_folder=` "
+        "(`--from` on the command line)"
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
-    assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")
-    assert " more are allowed (helmscope claims list, " in similar
+    assert similar.startswith("unknown claim 'mean'; similar: no-mean-drift, ")
+    assert "breathing" not in similar  # spelled a little alike, but others contain the word
+    assert " (`helmscope claims list` prints all 69); for your own" in similar
 
 
 # The registry ---------------------------------------------------------------------------------------------------------
@@ -336,3 +337,13 @@ def test_the_table_of_a_simulation_says_what_was_computed() -> None:
     assert rows == {
         "field": "usa", "beta": 4.0, "nu": 0.0, "n": 32, "dim": 3, "batch": 16, "times": "0.0, 5.0", "merge": 0.01
     }  # fmt: skip
+
+
+def test_a_list_is_shown_by_example_and_a_file_is_read_first() -> None:
+    assert refused(lambda: PhaseSpec(dims=2)) == "dims is 2, but it must be a list, such as [2]"
+    assert refused(lambda: TrialsSpec(claims="rate")) == "claims is 'rate', but it must be a list, such as ['rate']"
+    assert refused(lambda: PhaseSpec(dims={2: 3})) == "dims is {2: 3}, but it must be a list"
+    for file in ("usa.toml", Path("usa.toml")):
+        assert refused(lambda file=file: hs.jobs.run(file)).endswith(
+            "but it must be a spec of hs.jobs, such as PhaseSpec(): read a file with hs.jobs.read_spec('usa.toml')"
+        )

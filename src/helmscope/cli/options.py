@@ -105,7 +105,10 @@ def parse_numbers(text: str | None) -> Any:
     """
     from helmscope.jobs.checks import parse_number
 
-    return text if text is None or ":" in text else [parse_number(word) for word in text.split(",")]
+    if text is None or ":" in text:
+        return text
+    numbers = [parse_number(word) for word in text.split(",")]
+    return text if len(numbers) == 1 and isinstance(numbers[0], str) else numbers
 
 
 def check_plot(plot: str | None) -> Path | None:

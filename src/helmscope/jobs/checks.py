@@ -83,7 +83,9 @@ def items(name: str, value: object) -> Sequence[object]:
     """
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple):
-        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a list")
+        one = isinstance(value, str | int | float) and not isinstance(value, bool)
+        example = f", such as {[value]}" if one and len(str(value)) <= 80 else ""
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a list{example}")
     return values
 
 

@@ -44,7 +44,10 @@ SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # 
 
 @shows_progress("tracking")
 def track(
-    system: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
+    system: Trajectory | System,
+    *unnamed: object,
+    progress: ProgressOption = None,
+    **quantities: Callable[..., Tensor],
 ) -> xr.Dataset:
     """Evaluates functions of tokens along a trajectory: a Measurement over (time, system), or (depth, prompt).
 
@@ -62,9 +65,11 @@ def track(
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
     path, report, values = trajectory_of(system), check_progress(progress), {}
-    if not quantities:
+    if unnamed or not quantities:
+        first = [getattr(each, "__name__", short_repr(each)) for each in unnamed[:1]]
+        given = f"is given {first[0]} without a name" if first else "is empty"
         raise HelmscopeError(
-            "quantities is empty, but track needs at least one function of tokens by its name, such as "
+            f"quantities {given}, but track needs at least one function of tokens by its name, such as "
             "order=hs.order_parameter"
         )
     for name, function in quantities.items():
@@ -266,7 +271,7 @@ def check_system(system: object) -> System:
     1
     """
     if isinstance(system, type) or not isinstance(system, System):
-        shown = system.__name__ if isinstance(system, type) else type(system).__name__
+        shown = f"the class {system.__name__}" if isinstance(system, type) else type_with_article(system)
         raise HelmscopeError(
             f"system is {shown}, but it must be a System with a mechanism, such as a Simulation{record_first(system)}"
         )
