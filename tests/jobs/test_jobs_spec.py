@@ -342,6 +342,7 @@ def test_the_table_of_a_simulation_says_what_was_computed() -> None:
 def test_a_list_is_shown_by_example_and_a_file_is_read_first() -> None:
     assert refused(lambda: PhaseSpec(dims=2)) == "dims is 2, but it must be a list, such as [2]"
     assert refused(lambda: TrialsSpec(claims="rate")) == "claims is 'rate', but it must be a list, such as ['rate']"
+    assert refused(lambda: PhaseSpec(dims="2-8")) == "dims is '2-8', but it must be a list"
     assert refused(lambda: PhaseSpec(dims={2: 3})) == "dims is {2: 3}, but it must be a list"
     for file in ("usa.toml", Path("usa.toml")):
         assert refused(lambda file=file: hs.jobs.run(file)).endswith(
