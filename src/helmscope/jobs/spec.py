@@ -283,7 +283,8 @@ def check_spec(spec: object) -> None:
     helmscope.types.HelmscopeError: spec is {'job': 'phase'}, but it must be a spec of hs.jobs, ...
     """
     if not isinstance(spec, Spec) or type(spec) is Spec:
-        read = f": read a file with hs.jobs.read_spec({str(spec)!r})" if isinstance(spec, str | os.PathLike) else ""
+        is_file = isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml"))
+        read = f": read a file with hs.jobs.read_spec({str(spec)!r})" if is_file else ""
         raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of hs.jobs, such as PhaseSpec(){read}")
 
 
