@@ -40,7 +40,7 @@ EXACT = {
 MISSES = {
     (
         "perturbation_growth",
-        "exponent",
+        "lyapunov_exponent",
         16,
     ): "log |T w| of one random direction w of a plane is nearly log |cos|, with a skewness "
     "of -2.4 that no scale removes. It is -0.8 where 15 of 30 directions are stretched by 1.5 and the others by 0.75, "

@@ -20,7 +20,7 @@ RUN = hs.integrate(hs.SA(2.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0
 TRIALS = [hs.run_trial(claim, quick=True) for claim in ("kuramoto", "radial")]
 PHASE = {"betas": [1, 4], "times": [0, 1], "start": hs.Uniform(n=4, dim=3), "samples": 4}
 CIRCLE = hs.Uniform(n=16, dim=2).sample(seed=0)
-CAPS = {name: hs.meanfield.Cap(torch.tensor([sign, 0.0]), height=0.9) for name, sign in (("a", -1.0), ("b", 1.0))}
+CAPS = {name: hs.meanfield.Cap(torch.tensor([sign, 0.0]), min_cosine=0.9) for name, sign in (("a", -1.0), ("b", 1.0))}
 
 
 def double_well(x):
@@ -99,7 +99,7 @@ class Terminal(io.StringIO):
 WITHOUT_SHARES = {  # only the time is known, or the share is that of a part which draws the bar
     "load": lambda: hs.load("A"),
     "untrained_twin": lambda: hs.models.untrained_twin(MODEL, seed=0),
-    "diagnose": lambda: hs.models.diagnose(MODEL, text_count=2, tokens=8),
+    "diagnose": lambda: hs.models.diagnose(MODEL, text_count=2, text_length=8),
     "resume of a simulation": lambda: RUN.resume(depth=1, states=RUN.residual_stream(depth=1)),
     "resume of a model": lambda: RECORDING.resume(depth=2, states=RECORDING.trajectory.states[2]),
     "kernel of a model": lambda: RECORDING.kernel(layer=0),

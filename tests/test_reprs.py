@@ -75,7 +75,7 @@ OBJECTS = {
     "Entry": lambda: hs.claims.read_catalogue()["tokens-cluster"],
     "Source": lambda: hs.claims.sources()["perspective"],
     "Manifest": lambda: RECORDING.manifest(),
-    "Diagnosis": lambda: hs.models.diagnose(tiny_model("gpt2"), text_count=2, tokens=8),
+    "Diagnosis": lambda: hs.models.diagnose(tiny_model("gpt2"), text_count=2, text_length=8),
     "MergeTree": lambda: hs.observe.merge_tree(CLOUD),
     "NearestNeighbors": lambda: hs.observe.NearestNeighbors.of(CLOUD[0], 3),
     "PooledClouds": lambda: hs.observe.PooledClouds.of(RECORDING.trajectory),

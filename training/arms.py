@@ -21,8 +21,8 @@ By arm: ``validation_loss`` in nats per token. Of the whole model, by layer and 
     gate_sparsity        share of pre-activations below 0
     closed_gate_share    share of pre-activations where the derivative of the GELU is below 0.1
 
-and of its weights, by layer, ``coherence_max``, ``coherence_mean`` and ``alignment`` as in ``measures``. Nothing of
-helmscope is used, so that its measurements can be checked against these.
+and of its weights, by layer, ``coherence_max``, ``coherence_mean`` and ``neuron_alignment_mean`` as in ``measures``.
+Nothing of helmscope is used, so that its measurements can be checked against these.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def measure_mlps(model: Any, states: list[Tensor], pre_activations: list[Tensor]
                 "closed_gate_share": (slope < CLOSED).double().mean((1, 2)),
                 "coherence_max": coherence(w_in).amax(),
                 "coherence_mean": off_diagonal_mean(coherence(w_in)),
-                "alignment": torch.cosine_similarity(w_in, w_out, dim=-1).mean(),
+                "neuron_alignment_mean": torch.cosine_similarity(w_in, w_out, dim=-1).mean(),
             }
         )
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

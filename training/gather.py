@@ -20,16 +20,17 @@ from evaluate import load, samples, validation_loss
 from recipe import BUNDLED_FOLDER, CONTEXT, OUT, RECIPES, SPECIAL, Recipe
 from safetensors.numpy import load_file
 
-DIMS = {
+DIMS = {  # a block is a layer, except in the model with one block that all layers call
     "coherence_max": ("block", "largest |cos| of two rows of W_in"),
     "coherence_mean": ("block", "mean |cos| of two rows of W_in"),
-    "alignment": ("block", "mean cos of what a neuron reads and writes"),
+    "neuron_alignment_mean": ("block", "mean cosine of a neuron's input and output weights"),
     "gate_sparsity": ("layer", "share of pre-activations below 0"),
     "radius": ("depth", "mean length of the residual stream without its mean"),
-    "entropy": ("layer", "head", "entropy of attention rows, nats"),
+    "row_entropy": ("layer", "head", "entropy of attention rows"),
     "mean_inner_product": ("depth", "mean inner product of two tokens"),
     "aligned_pair_share": ("depth", "share of inner products above 0.9"),
 }
+IN_NATS = {"row_entropy", "training_loss", "validation_loss"}
 SAMPLES = 20
 
 
@@ -40,14 +41,20 @@ def history(folder: Path) -> xr.Dataset:
     snapshots = [load_file(path) for path in paths]
     data = xr.Dataset(coords={"step": ("step", steps, {"long_name": "training step"})})
     for name, (*dims, label) in DIMS.items():
-        data[name] = (("step", *dims), np.stack([snapshot[name] for snapshot in snapshots]), {"long_name": label})
+        values = np.stack([snapshot[name] for snapshot in snapshots])
+        whole = dims == ["block"] and values.shape[1] == len(snapshots[0]["gate_sparsity"])
+        data[name] = (("step", *(["layer"] if whole else dims)), values, {"long_name": label})
     curve = json.loads((folder / "final" / "training.json").read_text())["curve"]
     data["training_loss"] = (
         "evaluation_step",
         [row[1] for row in curve],
-        {"long_name": "mean training loss since the previous evaluation, nats"},
+        {"long_name": "mean training loss since the previous evaluation"},
     )
-    data["validation_loss"] = ("evaluation_step", [row[2] for row in curve], {"long_name": "validation loss, nats"})
+    data["validation_loss"] = ("evaluation_step", [row[2] for row in curve], {"long_name": "validation loss"})
+    for name in IN_NATS:
+        data[name].attrs["units"] = "nats"
+    if "block" in data.sizes:
+        data["block"] = ("block", np.arange(data.sizes["block"]), {"long_name": "block that all layers call"})
     return data.assign_coords(
         evaluation_step=("evaluation_step", [row[0] for row in curve], {"long_name": "training step"})
     )

@@ -4,7 +4,7 @@
     alignment       mean over neurons of cos(w_j, v_j), v_j the column of W_out that neuron j writes
     gate sparsity   share of pre-activations below 0, where the GELU is nearly 0
     radius          mean norm of the centered residual stream, at every depth
-    entropy         of the attention rows, in nats, mean over tokens: by layer and head
+    row_entropy     of the attention rows, in nats, mean over tokens: by layer and head
     clustering      mean inner product of two tokens of one text (their centered directions), and the share of pairs
                     above .9, at every depth
 
@@ -49,10 +49,12 @@ def measure(model: Any, ids: Tensor) -> dict[str, Tensor]:
     values = {
         "coherence_max": torch.stack([coherence(w_in).amax() for w_in, _ in matrices]),
         "coherence_mean": torch.stack([off_diagonal_mean(coherence(w_in)) for w_in, _ in matrices]),
-        "alignment": torch.stack([torch.cosine_similarity(w_in, w_out, dim=-1).mean() for w_in, w_out in matrices]),
+        "neuron_alignment_mean": torch.stack(
+            [torch.cosine_similarity(w_in, w_out, dim=-1).mean() for w_in, w_out in matrices]
+        ),
         "gate_sparsity": torch.stack([layer.float().mean() for layer in negative]),
         "radius": states.norm(dim=-1).mean((1, 2)),
-        "entropy": torch.stack([torch.special.entr(layer.float()).sum(-1).mean((0, 2)) for layer in attentions]),
+        "row_entropy": torch.stack([torch.special.entr(layer.float()).sum(-1).mean((0, 2)) for layer in attentions]),
         "mean_inner_product": inner[..., off_diagonal].mean((1, 2)),
         "aligned_pair_share": (inner[..., off_diagonal] > 0.9).float().mean((1, 2)),
     }

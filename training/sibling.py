@@ -37,13 +37,13 @@ VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
     "participation_ratio": (CLOUD, 0.05, "effective rank of the tokens, participation ratio"),
     "effective_rank": (CLOUD, 0.5, "effective rank of the tokens, exponential of an entropy"),
     "collapse_residual_frobenius": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),
-    "validation_loss": (("arm",), None, "validation loss, nats per token"),
+    "validation_loss": (("arm",), None, "validation loss"),
     "antisymmetric_share": (("layer", "prompt"), 1e-3, "antisymmetric share of the MLP's Jacobian at the tokens"),
     "gate_sparsity": (("layer", "prompt"), 1e-3, "share of pre-activations below 0"),
     "closed_gate_share": (("layer", "prompt"), 1e-3, "share of pre-activations with a GELU derivative below 0.1"),
     "coherence_max": (("layer",), None, "largest |cos| of two rows of W_in"),
     "coherence_mean": (("layer",), None, "mean |cos| of two rows of W_in"),
-    "alignment": (("layer",), None, "mean cos of what a neuron reads and writes"),
+    "neuron_alignment_mean": (("layer",), None, "mean cosine of a neuron's input and output weights"),
 }
 COORDINATES = (
     "theory's sphere: direction of the residual stream without its mean over coordinates (LayerNorm without gain and "
@@ -98,6 +98,7 @@ def history(folder: Path, texts: list[int], tokens: dict[str, Any]) -> Any:
     )
     for name, (dims, rounding, label) in VARIABLES.items():
         attributes = {"long_name": label} | ({} if rounding is None else {"rounded_to": rounding})
+        attributes |= {"units": "nats per token"} if name == "validation_loss" else {}
         data[name] = (("step", *dims), np.stack([snapshot[name] for snapshot in snapshots]), attributes)
     epochs = facts["steps"] * facts["batch"] * CONTEXT / tokens["tokens"]
     data.attrs = {

@@ -43,7 +43,7 @@ def test_planted_sinks_get_the_right_rulings(kind, ruling):
 
 
 def test_cosine_and_share_are_those_of_loops(monkeypatch):
-    set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_query=2)
+    set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_position=2)
     with Subject(MODEL, ROWS[:9]) as subject:
         tried = registered_case("sinks-are-anchors", subject=subject)
         recording = subject.recording
@@ -73,7 +73,7 @@ def mean_over_pairs(units, kept):
 
 
 def test_tokens_with_which_all_texts_begin_are_removed_and_their_value_is_constant_by_construction(monkeypatch):
-    set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_query=2, twins=2)
+    set_constants(monkeypatch, "sinks-are-anchors", tokens=TOKENS, other_position=6, first_position=2, twins=2)
     with Subject(MODEL, [[7, *row[:-1]] for row in ROWS]) as subject:
         verdict = run_trial("sinks-are-anchors", quick=True, subject=subject).verdict
     assert verdict.ruling is R

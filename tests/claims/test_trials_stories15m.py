@@ -41,7 +41,7 @@ def test_the_mark_at_the_start_is_a_sink_and_nothing_else_is(folder: Path, rows:
     mass = attention_sinks(recording).first_token_mass.mean("prompt")
     assert float(mass.max()) == pytest.approx(0.465, abs=0.02)
     assert 0.19 < float(mass.max("head").min()) < 0.21  # of every layer, the head with the largest
-    without = attention_sinks(hs.record(str(folder), rows[:, 1:]), first_query=10)
+    without = attention_sinks(hs.record(str(folder), rows[:, 1:]), first_position=10)
     assert float(without.first_token_mass.mean("prompt").max()) < 0.13
 
 

@@ -18,7 +18,7 @@ from helmscope.models.subject import Subject
 from helmscope.observe import intervention_names, measurement_names
 from support.model_families import inputs_of, tiny_model
 
-SMALL = ("measure", "A", "--text-count", "3", "--tokens", "8", "--out", "run")
+SMALL = ("measure", "A", "--text-count", "3", "--text-length", "8", "--out", "run")
 
 
 def test_a_run_matches_the_library(helmscope, tmp_path):
@@ -66,7 +66,7 @@ def test_fewer_tokens_than_dimensions_are_said(helmscope, tmp_path):
     report = json.loads(out)
     assert "swirl_share_bound_quadratic are NaN in layers 0, 1, 2" in report["undetermined"]["mlp_swirl_bound"]
     assert report["measured"]["mlp_swirl_bound"]["swirl_share_bound"]["value"] is None
-    assert report["measured"]["mlp_jacobian"]["covariance_rank_limit"]["value"] == 5
+    assert report["measured"]["mlp_jacobian"]["covariance_rank_bound"]["value"] == 5
     code, out, err = helmscope(*words, "--out", "again")
     assert code == 0, err
     assert "undefined because: swirl_share_bound and" in out
@@ -97,8 +97,8 @@ def test_interventions_are_measured_when_they_are_asked_for(helmscope, tmp_path)
 
 def test_the_texts_of_interventions_are_those_of_their_stated_cost():
     spec = MeasurementSpec(interventions=True)
-    assert (spec.text_count, spec.tokens) == (32, 64)
-    assert (MeasurementSpec().text_count, MeasurementSpec().tokens) == (64, 128)
+    assert (spec.text_count, spec.text_length) == (32, 64)
+    assert (MeasurementSpec().text_count, MeasurementSpec().text_length) == (64, 128)
     quick, full = (hs.jobs.estimate(MeasurementSpec(interventions=True, quick=quick)) for quick in (True, False))
     assert quick.work == full.work == "14 measurements of 32 texts"
     assert 5 < full.seconds / quick.seconds < 30
@@ -144,7 +144,7 @@ def test_a_folder_and_a_file_of_texts(helmscope, tmp_path):
     ("options", "said"),
     [
         (("--only", "depth_step"), "did you mean 'depth_steps'"),
-        (("--tokens", "1"), "tokens is 1"),
+        (("--text-length", "1"), "text_length is 1"),
         (("--texts", "missing.txt"), "texts is 'missing.txt', but it cannot be read"),
         (("--plot", "x.bmp"), "--plot is 'x.bmp'"),
         (("--interventions", "--only", "arc_length"), "interventions is true and only is given, but only one of them"),
@@ -183,8 +183,8 @@ def test_one_line_per_quantity():
 
 
 def test_the_estimate_counts_forwards():
-    full = hs.jobs.estimate(MeasurementSpec(text_count=4, tokens=8))
-    some = hs.jobs.estimate(MeasurementSpec(text_count=4, tokens=8, only=["depth_steps"]))
+    full = hs.jobs.estimate(MeasurementSpec(text_count=4, text_length=8))
+    some = hs.jobs.estimate(MeasurementSpec(text_count=4, text_length=8, only=["depth_steps"]))
     assert full.work == f"{len(measurement_names())} measurements of 4 texts"
     assert full.seconds > some.seconds > 0
     assert run is hs.jobs.run
@@ -193,7 +193,7 @@ def test_the_estimate_counts_forwards():
 def test_texts_of_different_lengths_and_what_needs_four_of_them(helmscope, tmp_path):
     texts = ["Once upon a time there was a cat.", "The dog ran home.", "Lily had a red ball.", "Tom saw a big tree."]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
-    words = ("measure", "A", "--texts", "texts.txt", "--tokens", "6", "--quick", "--out", "run", "--json")
+    words = ("measure", "A", "--texts", "texts.txt", "--text-length", "6", "--quick", "--out", "run", "--json")
     code, out, _ = helmscope(*words, "--only", "mlp_swirl_bound", "--only", "depth_steps")
     assert code == 0
     assert list(json.loads(out)["measured"]) == ["depth_steps", "mlp_swirl_bound"]
@@ -232,7 +232,12 @@ def test_cumulative_quantities_are_shown_at_the_last_depth():
         "perturbation_growth": {"stretch"},
     }
     at_end |= {"arc_length": {"arc_length"}}
-    at_end["free_energy_along_depth"] = {"entropy", "free_energy", "predicted_entropy", "predicted_free_energy"}
+    at_end["free_energy_along_depth"] = {
+        "gaussian_entropy",
+        "free_energy",
+        "predicted_entropy",
+        "predicted_free_energy",
+    }
     at_end["free_energy_along_depth"] |= {"gaussian_predicted_entropy", "gaussian_predicted_free_energy"}
     for name, each in measured.items():
         table = quantities(each)

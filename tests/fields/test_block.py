@@ -109,7 +109,7 @@ def plain_halves(block):
         else:
             out = [plain_mlp(block.mlp, x) for x in seen]
         if isinstance(place, SandwichNorm):
-            outer = place.attention_out if half is Half.ATTENTION else place.mlp_out
+            outer = place.attention_out_norm if half is Half.ATTENTION else place.mlp_out_norm
             out = [plain_norm(outer, o) for o in out]
         if isinstance(place, NGPT):
             rate = place.attention_rate if half is Half.ATTENTION else place.mlp_rate
@@ -149,7 +149,9 @@ PLACEMENTS = {
     "pre real": PreNorm(**layer_norms()),
     "sandwich": SandwichNorm(),
     "sandwich real": SandwichNorm(
-        **layer_norms(), attention_out=RMSNorm(eps=1e-6), mlp_out=RMSNorm(gain=1 + 0.1 * normal(D, seed=9), eps=1e-6)
+        **layer_norms(),
+        attention_out_norm=RMSNorm(eps=1e-6),
+        mlp_out_norm=RMSNorm(gain=1 + 0.1 * normal(D, seed=9), eps=1e-6),
     ),
     "nGPT": NGPT(attention_rate=0.7, mlp_rate=0.3 + 0.1 * normal(D, seed=4).abs()),
 }
@@ -386,7 +388,7 @@ def test_an_mlp_is_a_field():
         (lambda: NGPT(attention_rate=-1.0), "attention_rate is -1.0, but it must be a finite number >= 0"),
         (lambda: NGPT(mlp_rate=torch.tensor([1.0, math.nan])), "an entry of mlp_rate is nan"),
         (lambda: NGPT(attention_norm=RMSNorm()), "attention_norm is RMSNorm.*must be UnitNorm"),
-        (lambda: SandwichNorm(mlp_out=3), "mlp_out is 3, but it must be a norm"),
+        (lambda: SandwichNorm(mlp_out_norm=3), "mlp_out_norm is 3, but it must be a norm"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(tokens(N, 3)), "need"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(2 * tokens(N, D)), "norm 2"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"])(tokens(N, D)), "a discrete map"),

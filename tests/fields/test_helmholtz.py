@@ -89,7 +89,7 @@ def test_two_hundred_random_mlps(block):
         assert size(mlp(x) - total(split, x)) < 1e-12
         curl = jacobian(split.gradient, x)
         assert size(curl - curl.mT) < 1e-12
-        assert split.dead_neurons.numel() == 0
+        assert split.constant_neurons.numel() == 0
         assert torch.equal(split.harmonic(x), mlp.b_out.expand_as(x))
 
 
@@ -143,12 +143,12 @@ def test_constants_of_psi_matter_where_gated():
 # ---- dead neurons, flat gates, tiny rows
 
 
-def test_dead_neurons_are_harmonic():
+def test_constant_neurons_are_harmonic():
     given, x = tensors(6, 3, gated=False), normal(4, 3)
     given["w_in"][[1, 4]] = 0
     mlp = build(given)
     split = helmholtz(mlp)
-    assert split.dead_neurons.tolist() == [1, 4]
+    assert split.constant_neurons.tolist() == [1, 4]
     constant = given["b_out"] + given["w_out"][:, [1, 4]] @ SiLU()(given["b_in"][[1, 4]])
     assert size(split.harmonic(x) - constant) < 1e-15
     kept = [0, 2, 3, 5]
@@ -157,16 +157,16 @@ def test_dead_neurons_are_harmonic():
     for part in ("potential", "gradient", "swirl"):
         assert size(getattr(live, part)(x) - getattr(others, part)(x)) < 1e-14
     assert size(mlp(x) - total(split, x)) < 1e-14
-    assert helmholtz_as_printed(mlp).dead_neurons.tolist() == [1, 4]
+    assert helmholtz_as_printed(mlp).constant_neurons.tolist() == [1, 4]
 
 
 def test_gated_neurons_without_gate_are_linear():
     given, x = tensors(5, 3, gated=True), normal(4, 3)
     given["w_gate"][[0, 2, 3]] = 0
-    given["w_up"][[2, 4]] = 0  # neuron 2 is dead; neuron 4 is an ungated one, times e
+    given["w_up"][[2, 4]] = 0  # neuron 2 is constant; neuron 4 is an ungated one, times e
     mlp = build(given)
     split = helmholtz(mlp)
-    assert split.dead_neurons.tolist() == [2]
+    assert split.constant_neurons.tolist() == [2]
     constant = given["b_out"] + given["w_out"][:, 2] * SiLU()(given["b_gate"][2]) * given["b_up"][2]
     assert size(split.harmonic(x) - constant) < 1e-15
     flat = [0, 3]
@@ -192,7 +192,7 @@ def test_only_constants(gated):
             given[name][:] = 0
     mlp = build(given)
     for split in (helmholtz(mlp), helmholtz_as_printed(mlp)):
-        assert split.dead_neurons.tolist() == [0, 1]
+        assert split.constant_neurons.tolist() == [0, 1]
         assert size(split.potential(x)) == size(split.gradient(x)) == 0
         assert size(split.swirl(x)) < 1e-15
         assert size(split.harmonic(x) - mlp(x)) < 1e-15
@@ -211,7 +211,7 @@ def test_tiny_rows(name, gated, tiny):
     x = normal(2, 3, seed=2)
     mlp = build({part: torch.tensor(value, dtype=F64) for part, value in given.items()}, getattr(activations, name)())
     split = helmholtz(mlp)
-    assert split.dead_neurons.numel() == 0
+    assert split.constant_neurons.numel() == 0
     assert size(mlp(x) - total(split, x)) < 1e-14
     for part in ("gradient", "swirl"):
         exact = [getattr(oracles, part)(given, name, x_i) for x_i in x.tolist()]
@@ -234,7 +234,7 @@ def test_a_row_that_vanishes_in_the_cast_is_a_constant_there(gated):
             given[name][0] = 1e-60
     mlp = build(given)
     split = helmholtz(mlp)
-    assert split.dead_neurons.numel() == 0
+    assert split.constant_neurons.numel() == 0
     assert size(mlp(x) - total(split, x)) < 1e-6
     assert bool(torch.isfinite(split.potential(x)).all())
 

@@ -111,7 +111,7 @@ def test_closed_forms_of_linear_maps():
     assert (weighted.squared_norm.item(), weighted.antisymmetric_share.item()) == (8.0, 1.0)
 
 
-def test_dead_neurons_do_nothing_and_a_silent_mlp_has_no_share():
+def test_constant_neurons_do_nothing_and_a_silent_mlp_has_no_share():
     rows = normal(3, D)
     dead = MLP(
         w_in=torch.cat([rows, torch.zeros(2, D, dtype=F64)]), w_out=normal(D, 5), b_in=normal(5), activation=Tanh()

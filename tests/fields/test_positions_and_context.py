@@ -102,7 +102,7 @@ def test_a_second_cloud_against_loops():
     logits = [[beta * dot(a, b) for b in y.tolist()] for a in (x @ B).tolist()]
     wanted = softmax_by_loops(logits, (y @ V.mT).tolist(), m)
     weights = torch.tensor(m, dtype=F64)
-    field = hs.CrossAttention(beta, y, query_key=B, value=V, context_weights=weights)
+    field = hs.CrossAttention(beta, y, query_key=B, value=V, memory_weights=weights)
     assert (field.ambient(x[None])[0] - wanted).abs().max() < 1e-13
     assert (field.cross_kernel(x[None])[0, :, 2] == 0).all()
     torch.testing.assert_close(field(x), hs.sphere.project(x, wanted), rtol=0, atol=1e-13)
@@ -152,9 +152,9 @@ def test_one_field_per_layer():
         ),
         (lambda: hs.fields.AdditivePositions(torch.zeros(2)), r"table is \(2,\)"),
         (lambda: hs.fields.Rotary(0.0), "base is 0.0"),
-        (lambda: hs.CrossAttention(1.0, torch.zeros(3)), r"context is \(3,\)"),
-        (lambda: hs.CrossAttention(1.0, tokens(2, 4))(tokens(3, 3)), r"context has shape \(2, 4\)"),
-        (lambda: hs.CrossAttention(1.0, tokens(2, 4), context_weights=torch.zeros(2)), "without any token"),
+        (lambda: hs.CrossAttention(1.0, torch.zeros(3)), r"memory is \(3,\)"),
+        (lambda: hs.CrossAttention(1.0, tokens(2, 4))(tokens(3, 3)), r"memory has shape \(2, 4\)"),
+        (lambda: hs.CrossAttention(1.0, tokens(2, 4), memory_weights=torch.zeros(2)), "without any token"),
         (lambda: hs.fields.LayerwiseField([]), r"layers is \[\]"),
         (lambda: hs.fields.LayerwiseField([3]), r"layers is \[3\]"),
     ],
@@ -172,7 +172,7 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
 def test_large_clouds_store_no_pairs_and_match_loops(n, m):
     x, y = tokens(n, 4), tokens(m, 4, seed=1)
     weights = (normal(m, seed=3) + 1).clamp(min=0)
-    field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
+    field = hs.CrossAttention(3.0, y, query_key=B, value=V, memory_weights=weights)
     with using_summation() as kernels:
         seen = field.ambient(x[None])[0]
     assert kernels == {"Blockwise"}

@@ -22,7 +22,7 @@ def points(*angles: float) -> torch.Tensor:
 
 
 def arc(center: float, half_width: float) -> Cap:
-    return Cap(points(center)[0], height=math.cos(half_width))
+    return Cap(points(center)[0], min_cosine=math.cos(half_width))
 
 
 def eastward(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from helmscope.meanfield.committor_cloud import cloud_committor, kernel_transiti
 from helmscope.meanfield.sphere_sets import SphereSet
 
 UP = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-SOUTH, NORTH = Cap(-UP, height=0.8), Cap(UP, height=0.8)
+SOUTH, NORTH = Cap(-UP, min_cosine=0.8), Cap(UP, min_cosine=0.8)
 
 
 def lattice(n):
@@ -137,9 +137,9 @@ def test_regions_of_ones_own() -> None:
         ({"x": torch.eye(3)[None]}, r"x has shape \(1, 3, 3\), but it must be \(n, d\)"),
         ({"x": 2 * torch.eye(3)}, "x holds a token of norm 2"),
         ({"a": 3}, "a is 3, but it must be a region such as Cap"),
-        ({"a": Cap(UP, height=0.9)}, "b overlaps with a by"),
-        ({"a": Cap(torch.ones(2), height=0.9)}, "a has a center of dimension 2, but x has dimension 3"),
-        ({"a": Cap(-UP, height=0.99999), "duration": 1e-2, "nu": 0.4}, "a contains none of the 200 points"),
+        ({"a": Cap(UP, min_cosine=0.9)}, "b overlaps with a by"),
+        ({"a": Cap(torch.ones(2), min_cosine=0.9)}, "a has a center of dimension 2, but x has dimension 3"),
+        ({"a": Cap(-UP, min_cosine=0.99999), "duration": 1e-2, "nu": 0.4}, "a contains none of the 200 points"),
     ],
 )
 def test_bad_input_is_refused(options: dict, message: str) -> None:
@@ -155,14 +155,14 @@ def test_a_drift_away_from_the_cloud_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("center", "height", "message"),
+    ("center", "min_cosine", "message"),
     [
         (torch.zeros(3), 0.5, "center is tensor.*, but it must be a nonzero float tensor"),
         (torch.ones(1), 0.5, "center is tensor"),
         ([1.0, 0.0], 0.5, "center is .1.0, 0.0., but"),
-        (torch.ones(3), 1.0, "height is 1, but it must be between -1 and 1"),
+        (torch.ones(3), 1.0, "min_cosine is 1, but it must be between -1 and 1"),
     ],
 )
-def test_bad_caps_are_refused(center, height: float, message: str) -> None:
+def test_bad_caps_are_refused(center, min_cosine: float, message: str) -> None:
     with pytest.raises(hs.HelmscopeError, match=message):
-        Cap(center, height=height)
+        Cap(center, min_cosine=min_cosine)

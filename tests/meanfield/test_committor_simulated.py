@@ -13,7 +13,7 @@ from helmscope.meanfield import Cap, HittingCounts, simulated_committor, zonal_c
 from helmscope.solve.euler_maruyama import EulerMaruyama
 
 UP = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-SETS = {"a": Cap(-UP, height=0.8), "b": Cap(UP, height=0.8)}
+SETS = {"a": Cap(-UP, min_cosine=0.8), "b": Cap(UP, min_cosine=0.8)}
 START = torch.tensor([[1.0, 0.0, 0.0], [math.sqrt(0.91), 0.0, 0.3]], dtype=torch.float64)
 NOISE = IsotropicNoise(nu=0.5)
 
@@ -103,10 +103,13 @@ def test_an_mlp_is_a_drift() -> None:
         ({"horizon": 0.0}, "horizon is 0.0, but"),
         ({"paths": 0}, "paths is 0, but it must be a whole number >= 1"),
         ({"stepper": hs.RK4(h=0.1)}, "stepper is RK4.*, but it must be a stochastic one"),
-        ({"a": Cap(-UP, height=0.01), "b": Cap(UP, height=0.01)}, "h=0.005, but with steps so large a and b cannot"),
+        (
+            {"a": Cap(-UP, min_cosine=0.01), "b": Cap(UP, min_cosine=0.01)},
+            "h=0.005, but with steps so large a and b cannot",
+        ),
         ({"field": hs.SA(beta=1.0)}, "whose tokens attend to each other"),
         ({"x": START[None]}, r"x has shape \(1, 2, 3\)"),
-        ({"b": Cap(-UP, height=0.9)}, "b overlaps with a by"),
+        ({"b": Cap(-UP, min_cosine=0.9)}, "b overlaps with a by"),
     ],
 )
 def test_bad_input_is_refused(options: dict, message: str) -> None:

@@ -26,8 +26,8 @@ def vector(*coordinates: float) -> torch.Tensor:
 
 
 UP = vector(0, 0, 1)
-POLAR = {"a": Cap(-UP, height=0.8), "b": Cap(UP, height=0.8)}
-OBLIQUE = {"a": Cap(vector(1, 0.2, 0.1), height=0.75), "b": Cap(vector(-0.3, 1, 0.6), height=0.9)}
+POLAR = {"a": Cap(-UP, min_cosine=0.8), "b": Cap(UP, min_cosine=0.8)}
+OBLIQUE = {"a": Cap(vector(1, 0.2, 0.1), min_cosine=0.75), "b": Cap(vector(-0.3, 1, 0.6), min_cosine=0.9)}
 MATRIX = torch.tensor([[0.4, 1.0, -0.3], [-0.8, 0.1, 0.6], [0.5, -0.2, 0.7]], dtype=torch.float64)
 
 
@@ -58,8 +58,8 @@ def test_zonal_landscapes_about_any_axis() -> None:
         lambda x: axis * torch.cos(3 * x @ axis)[..., None],
         x,
         nu=0.2,
-        a=Cap(-axis, height=0.6),
-        b=Cap(axis, height=0.9),
+        a=Cap(-axis, min_cosine=0.6),
+        b=Cap(axis, min_cosine=0.9),
     )
     expected = zonal_committor(s, dim=3, nu=0.2, low=-0.6, high=0.9, potential=lambda s: torch.sin(3 * s) / 3)
     assert float((q - expected).abs().max()) < 1e-10
@@ -71,7 +71,7 @@ def test_the_coordinates_are_conformal_and_bound_the_caps() -> None:
     for t, cap in ((region.low, OBLIQUE["a"]), (region.high, OBLIQUE["b"])):
         x, x_t, x_phi = region.points(torch.full_like(phi, t), phi)
         assert float((x.norm(dim=-1) - 1).abs().max()) < 1e-14
-        assert float((x @ cap.center - cap.height).abs().max()) < 1e-14
+        assert float((x @ cap.center - cap.min_cosine).abs().max()) < 1e-14
         assert float((x_t * x_phi).sum(-1).abs().max()) < 1e-13
         assert float((x_t.norm(dim=-1) - x_phi.norm(dim=-1)).abs().max()) < 1e-13
     middle = torch.full_like(phi, (region.low + region.high) / 2)
@@ -191,8 +191,8 @@ def test_bad_input() -> None:
         (upward, {"nu": 0.0}, "nu is 0"),
         (upward, {"x": torch.eye(2, dtype=torch.float64)}, "dimension 2"),
         (upward, {"a": None}, "a is None"),
-        (upward, {"a": Cap(UP, height=0.5)}, "b overlaps with a"),
-        (upward, {"a": Cap(-UP, height=0.0), "b": Cap(UP, height=0.0)}, "b touches a|b overlaps"),
+        (upward, {"a": Cap(UP, min_cosine=0.5)}, "b overlaps with a"),
+        (upward, {"a": Cap(-UP, min_cosine=0.0), "b": Cap(UP, min_cosine=0.0)}, "b touches a|b overlaps"),
         (upward, {"max_degree": 8}, "max_degree is 8"),
         (upward, {"tol": 0.0}, "tol is 0"),
         (SA(beta=1.0), {}, "attend to each other"),

@@ -160,15 +160,15 @@ def test_moments_of_a_zonal_cloud() -> None:
 # Pairs ----------------------------------------------------------------------------------------------------------------
 
 
-def test_pair_shares_of_uniform_densities_are_caps() -> None:
+def test_aligned_pair_shares_of_uniform_densities_are_caps() -> None:
     for cosine in (-1.0, -0.3, 0.0, 0.5, 0.999, 1.0):
-        assert abs(Density.uniform(CIRCLE).pair_share(cosine) - math.acos(cosine) / math.pi) < 1e-14
-        assert abs(Density.uniform(SPHERE).pair_share(cosine) - (1 - cosine) / 2) < 1e-14
-    at_high_dim = Density.uniform(ZonalGrid(dim=4096, degree=4)).pair_share(1 / 64)
+        assert abs(Density.uniform(CIRCLE).aligned_pair_share(cosine) - math.acos(cosine) / math.pi) < 1e-14
+        assert abs(Density.uniform(SPHERE).aligned_pair_share(cosine) - (1 - cosine) / 2) < 1e-14
+    at_high_dim = Density.uniform(ZonalGrid(dim=4096, degree=4)).aligned_pair_share(1 / 64)
     assert abs(at_high_dim - (1 - ndtr(1.0))) < 1e-4  # sqrt(d) <x, y> is normal up to O(1/d)
 
 
-def test_pair_share_on_the_circle_is_an_integral() -> None:
+def test_aligned_pair_share_on_the_circle_is_an_integral() -> None:
     """P(|s - t| < a) by a double sum over 2,000 points, with a halfway between two of their distances."""
     density = Density.von_mises_fisher(CIRCLE, kappa=2.0)
     t = 2 * math.pi * (np.arange(2000) + 0.5) / 2000
@@ -177,15 +177,15 @@ def test_pair_share_on_the_circle_is_an_integral() -> None:
     gaps = np.abs((t[:, None] - t + math.pi) % (2 * math.pi) - math.pi)
     angle = 254.5 * math.pi / 1000
     exact = (values @ (gaps < angle) @ values) / 2000**2
-    assert abs(density.pair_share(math.cos(angle)) - exact) < 1e-6
+    assert abs(density.aligned_pair_share(math.cos(angle)) - exact) < 1e-6
 
 
 @pytest.mark.parametrize(("grid", "kappa"), [(SPHERE, 3.0), (ZONAL, 5.0)], ids=["S^2", "zonal, d=8"])
-def test_pair_share_against_sampling(grid: Grid, kappa: float) -> None:
+def test_aligned_pair_share_against_sampling(grid: Grid, kappa: float) -> None:
     x, y = hs.VonMisesFisher(n=40_000, dim=grid.dim, kappa=kappa).sample(batch=2, seed=0)
     for cosine in (0.2, 0.6, 0.9):
         share = float(((x * y).sum(-1) > cosine).double().mean())
-        exact = Density.von_mises_fisher(grid, kappa=kappa).pair_share(cosine)
+        exact = Density.von_mises_fisher(grid, kappa=kappa).aligned_pair_share(cosine)
         assert abs(share - exact) < 3.5 * math.sqrt(exact * (1 - exact) / 40_000)
 
 
@@ -224,7 +224,7 @@ def test_what_is_not_zonal_is_refused() -> None:
     )
     flat = ZonalGrid(dim=2, degree=16)
     refused(lambda: Density.from_function(flat, lambda x: 1 + 0.5 * x[..., 1], normalize=True), "first coordinate only")
-    refused(lambda: Density.uniform(CIRCLE).pair_share(1.5), "cosine is 1.5", "[-1, 1]")
+    refused(lambda: Density.uniform(CIRCLE).aligned_pair_share(1.5), "level is 1.5", "[-1, 1]")
 
 
 def test_a_path_is_a_sequence_of_densities() -> None:

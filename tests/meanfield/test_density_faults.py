@@ -67,7 +67,7 @@ def von_mises_fisher() -> bool:
     density = Density.von_mises_fisher(SphereGrid(16), kappa=2.0)
     return (
         abs(density.entropy - 2.051614997568417) < 1e-9
-        and abs(Density.uniform(SphereGrid(4)).pair_share(0.5) - 0.25) < 1e-9
+        and abs(Density.uniform(SphereGrid(4)).aligned_pair_share(0.5) - 0.25) < 1e-9
     )
 
 

@@ -30,7 +30,7 @@ def partition(grid: Grid, values: torch.Tensor, beta: float) -> torch.Tensor:
     """Z at the points of the grid by summing the kernel over all pairs; on a zonal grid averaged over the parallels."""
     if not isinstance(grid, ZonalGrid):
         return (beta * grid.points @ grid.points.mT).exp() @ (grid.weights * values)
-    s, u, w = grid.heights, *zonal_quadrature(60, dim=grid.dim - 1)
+    s, u, w = grid.cosines, *zonal_quadrature(60, dim=grid.dim - 1)
     sine = (1 - s * s).sqrt()
     inner = s[:, None, None] * s[None, :, None] + (sine[:, None] * sine)[..., None] * u
     return ((beta * inner).exp() @ w) @ (grid.weights * values)

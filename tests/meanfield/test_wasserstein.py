@@ -20,8 +20,8 @@ from helmscope.meanfield import (
     continuity_potential,
     descent_velocity,
     descent_velocity_as_printed,
-    energy_rate,
     evolve,
+    functional_rate,
     internal_energy_gradient,
     wasserstein_gradient,
     wasserstein_inner_product,
@@ -107,9 +107,9 @@ def test_descent_descends_and_the_printed_sign_ascends(grid: Grid) -> None:
     density = smooth_density(grid)
     u = lambda x: torch.cos(x[:, 0]) + x[:, 0]  # noqa: E731
     right, printed = descent_velocity(density, u), descent_velocity_as_printed(density, u)
-    rate = energy_rate(density, u, right)
+    rate = functional_rate(density, u, right)
     assert rate < -0.01
-    assert energy_rate(density, u, printed) == -rate
+    assert functional_rate(density, u, printed) == -rate
     transport = -grid.divergence(density.values[:, None] * right)  # the continuity equation
     gradient = wasserstein_gradient(density, u)
     assert float((transport + gradient).abs().max()) < 1e-13
@@ -244,7 +244,7 @@ def test_bad_input() -> None:
         (lambda: continuity_potential(density, one), "h integrates to 1"),
         (lambda: continuity_potential(negative, zero), "needs a positive density"),
         (lambda: internal_energy_gradient(negative, lambda p: p * p.log()), "second derivative"),
-        (lambda: energy_rate(density, u, zero), "velocity is"),
+        (lambda: functional_rate(density, u, zero), "velocity is"),
         (lambda: benamou_brenier_energy([density] * 3, [0, 1, 2]), "at least 4"),
         (lambda: benamou_brenier_energy([density] * 4, [0, 2, 1, 3]), "times must increase"),
         (

@@ -37,7 +37,8 @@ def test_the_counterexample() -> None:
     assert torch.allclose(result.stiffness, torch.tensor([[1, 1], [0.25, 2]], dtype=torch.float64), atol=1e-15)
     assert abs(float((result.stiffness - result.stiffness.mT)[0, 1]) / 2 - 0.375) < 1e-15
     assert result.antisymmetric_share_before == 0
-    assert abs(result.antisymmetric_share - 0.375 * math.sqrt(2) / math.sqrt(6.0625)) < 1e-15
+    assert abs(result.antisymmetric_share_after - 2 * 0.375**2 / 6.0625) < 1e-15  # as everywhere, of squares
+    assert repr(result) == "<Whitening: antisymmetric share 0 before, 0.0464 after; no gradient flow>"
     assert result.commutator > 0.1
     assert not result.gives_gradient_flow
     covariance = stationary_gaussian(drift=-S, diffusion=SIGMA).covariance
@@ -62,6 +63,23 @@ def test_when_it_gives_a_gradient_flow() -> None:
     assert whiten(sigma @ hessian, sigma).commutator > 1e-2  # mobility needs no commuting
 
 
+def test_shares_are_of_squares_and_tol_is_of_lengths() -> None:
+    """|A|^2 / |S|^2 as in ``JacobianSplit``; an antisymmetric part of 1e-6 |S| is no gradient flow at tol = 1e-10."""
+    drift = torch.randn(5, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    result = whiten(drift, random_symmetric(0))
+    for share, matrix in (
+        (result.antisymmetric_share_before, drift.numpy()),
+        (result.antisymmetric_share_after, result.stiffness.numpy()),
+    ):
+        assert share == pytest.approx(((matrix - matrix.T) ** 2).sum() / (4 * (matrix**2).sum()), rel=1e-13)
+    nearly = torch.eye(2, dtype=torch.float64)
+    nearly[0, 1], nearly[1, 0] = 1e-6, -1e-6
+    result = whiten(nearly, torch.eye(2, dtype=torch.float64))
+    assert result.antisymmetric_share_after == pytest.approx(1e-12, rel=1e-5)
+    assert not result.gives_gradient_flow
+    assert whiten(nearly, torch.eye(2, dtype=torch.float64), tol=1e-5).gives_gradient_flow
+
+
 def test_singular_noise() -> None:
     """On the range of Sigma; a drift that leads out of it is no gradient flow there."""
     sigma = torch.diag(torch.tensor([1.0, 4.0, 0.0], dtype=torch.float64))
@@ -76,12 +94,12 @@ def test_singular_noise() -> None:
     outside = whiten(leaking, sigma)
     assert not outside.gives_gradient_flow
     assert outside.leak > 0.05
-    assert outside.antisymmetric_share < 1e-14
+    assert outside.antisymmetric_share_after < 1e-28
     twisted = block.clone()
     twisted[:2, :2] = S
     values = np.sort(np.linalg.eigvals(whiten(twisted, sigma).stiffness.numpy()).real)
     assert np.allclose(values, np.linalg.eigvalsh(S.numpy()))  # similar matrices
-    assert abs(whiten(twisted, sigma).antisymmetric_share - whiten(S, SIGMA).antisymmetric_share) < 1e-14
+    assert abs(whiten(twisted, sigma).antisymmetric_share_after - whiten(S, SIGMA).antisymmetric_share_after) < 1e-14
     assert is_gradient_flow(sigma @ random_symmetric(2, 3), sigma)  # mobility
 
 

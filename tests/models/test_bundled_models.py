@@ -25,8 +25,8 @@ LAYERS = {"A": 12, "B": 12, "tied": 24}
 # how far what is shipped (bfloat16, recorded in float32) is from the last step of training (float32 weights, whose
 # products a GPU took in TF32), on all 128 texts: relative in the radius, absolute in the rest; measured in that order
 # 3.1e-4 5.0e-4 1.4e-5 1.9e-3 for A, 3.4e-4 2.1e-4 9.6e-6 2.7e-3 for B, 4.8e-4 1.2e-3 7.2e-5 1.2e-2 for tied
-CAUSAL = {"radius": 6e-4, "mean_inner_product": 1e-3, "aligned_pair_share": 3e-5, "entropy": 4e-3}
-LOOPED = {"radius": 1e-3, "mean_inner_product": 2e-3, "aligned_pair_share": 1.5e-4, "entropy": 2e-2}
+CAUSAL = {"radius": 6e-4, "mean_inner_product": 1e-3, "aligned_pair_share": 3e-5, "row_entropy": 4e-3}
+LOOPED = {"radius": 1e-3, "mean_inner_product": 2e-3, "aligned_pair_share": 1.5e-4, "row_entropy": 2e-2}
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +112,12 @@ def test_the_tied_block_can_be_called_48_times(recorded):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
-        ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
-        ({"source": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
-        ({"source": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
+        ({"model": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
+        ({"model": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
+        ({"model": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
+        ({"model": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
         (
-            {"source": "C", "offline": True},
+            {"model": "C", "offline": True},
             "model is 'C', but it is neither a folder nor a bundled model (A, B, tied)",
         ),
     ],
@@ -154,7 +154,7 @@ def test_the_recording_matches_the_last_training_step(whole):
 def test_attention_matches_the_last_training_step(name):
     recording = hs.record(name)
     entropy = recording.replay(Entropy())["entropy"].entropy.mean("prompt").values
-    check_history(name, {**streams(recording), "entropy": entropy})
+    check_history(name, {**streams(recording), "row_entropy": entropy})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,12 +165,16 @@ def test_the_history_of_training(name):
     assert steps[0] == 0
     assert steps[-1] == history.evaluation_step.values[-1] == (6000 if name == "tied" else 8000)
     assert np.abs(np.diff(np.log(steps[5:])) - np.log(steps[-1]) / 10).max() < 0.02
-    sizes = {"step": 12, "block": 1 if name == "tied" else 12, "layer": layers, "depth": layers + 1, "head": 6}
+    assert history.coherence_max.dims == ("step", "block" if name == "tied" else "layer")
+    assert {key: value.attrs["units"] for key, value in history.data_vars.items() if "units" in value.attrs} == (
+        dict.fromkeys(("row_entropy", "training_loss", "validation_loss"), "nats")
+    )
+    sizes = {"step": 12, **({"block": 1} if name == "tied" else {}), "layer": layers, "depth": layers + 1, "head": 6}
     assert {key: history.sizes[key] for key in sizes} == sizes
     assert all(np.isfinite(value).all() for value in history.data_vars.values())
     assert all(value.attrs["long_name"] for value in history.data_vars.values())
     assert history.validation_loss.values[-1] == history.validation_loss.values.min()
-    at_first, keys = history.entropy.values[0], np.arange(1, 129)
+    at_first, keys = history.row_entropy.values[0], np.arange(1, 129)
     even = np.log(128) if name == "tied" else np.log(keys).mean()  # an untrained model looks at all it sees alike
     assert np.abs(at_first - even).max() < 0.01
 
@@ -206,7 +210,7 @@ def test_the_history_of_the_sibling():
     assert history.attrs["final_validation_loss"] == float(loss.sel(arm="whole model")[-1])
     assert np.abs(history.aligned_pair_share.sel(step=0)).max() == 0  # an untrained model does not gather
     last = hs.models.training_history("A").isel(step=-1)
-    assert np.abs(history.alignment[-1].values - last.alignment.values).max() < 0.1
+    assert np.abs(history.neuron_alignment_mean[-1].values - last.neuron_alignment_mean.values).max() < 0.1
     assert np.abs(history.gate_sparsity[-1].mean("prompt").values - last.gate_sparsity.values).max() < 0.1
 
 

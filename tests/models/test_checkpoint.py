@@ -177,13 +177,13 @@ def test_invalid_folders_raise(folder, tmp_path):
             load(name)
     with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: pass the folder"):
         load(folder, revision="step1")
-    for sources, revisions, name in (
-        ("a/b", (None,), "sources"),
-        (folder, (None,), "sources"),
+    for models, revisions, name in (
+        ("a/b", (None,), "models"),
+        (folder, (None,), "models"),
         (["a"], "x", "revisions"),
     ):
         with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list, even"):
-            load_all(sources, revisions=revisions)
+            load_all(models, revisions=revisions)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         load_all(["a"], foo=1)
 

@@ -32,7 +32,8 @@ class Everything(hs.Instrument):
 
     name, needs = "everything", ~hs.types.Needs.NOTHING
 
-    def __init__(self, needs=~(hs.types.Needs.NOTHING | hs.types.Needs.OUTPUT)):  # a norm follows the heads of t5gemma
+    # a norm follows the heads of t5gemma
+    def __init__(self, needs=~(hs.types.Needs.NOTHING | hs.types.Needs.OUTPUT_MATRIX)):
         self.needs, self.seen = needs, []
 
     def attention(self, context, tensors):
@@ -117,7 +118,7 @@ def test_what_takes_a_system_takes_both_stacks(family):
         assert hs.overview(each, beta=1.0).sizes["depth"] == 3 * steps + 1
         seen = hs.measure(each)
         assert seen["kernel_statistics"].sizes["layer"] == 3
-        assert np.isfinite(seen["mlp_force"].attention_tangential_speed.values).all()
+        assert np.isfinite(seen["mlp_force"].attention_tangential_length.values).all()
     lens = hs.logit_lens_kl(recording)
     assert lens.sizes["depth"] == 10
     assert np.abs(lens.kl[-1].values).max() <= 1e-6
@@ -237,7 +238,7 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     assert twin.certificate.ok
     encoder = hs.Subject(model.get_encoder(), ids.tolist())
     assert encoder.unmet_premise("cross_kernel").endswith("has no cross-attention")
-    found = hs.models.diagnose(model, text_count=10, tokens=16)
+    found = hs.models.diagnose(model, text_count=10, text_length=16)
     assert found.ok
     assert "\nencoder\nok    topology" in str(found)
     assert found.trajectory_bytes == (10 + 7) * 10 * 16 * (32 + 2) * 4

@@ -15,8 +15,8 @@ from support.model_families import inputs_of, tiny_model
 def test_a_head_by_its_name_in_a_measurement_and_in_an_edit(name):
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     seen = hs.kernel_statistics(recording)
-    assert float(seen.sel(**hs.models.parse_head(name)).entropy.mean()) == float(
-        seen.entropy.isel(layer=2, head=3).mean()
+    assert float(seen.sel(**hs.models.parse_head(name)).row_entropy.mean()) == float(
+        seen.row_entropy.isel(layer=2, head=3).mean()
     )
     for edit in (hs.intervene.AblateHead(**hs.models.parse_head(name)), hs.intervene.AblateHead(head=name)):
         assert repr(edit) == "AblateHead(layers=[2], heads=[3])"
@@ -120,7 +120,7 @@ OF_RECORDINGS = {
     "query_key_noise": lambda layers: hs.observe.query_key_noise(RECORDED, layers=layers, draws=2, sigmas=[0.1]),
     "holonomy_defect": lambda layers: hs.observe.holonomy_defect(RECORDED, layers=layers),
     "cloud_projection": lambda layers: hs.observe.cloud_projection(
-        RECORDED, layers=layers, tokens=4, neighbors=8, principal_axes=2
+        RECORDED, layers=layers, sampled_tokens=4, neighbors=8, principal_axes=2
     ),
 }
 

@@ -26,7 +26,7 @@ class Seen(hs.Instrument):
     """Keeps the tensors of every layer."""
 
     name = "seen"
-    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
+    needs = Needs.KERNEL | Needs.QKV | Needs.OUTPUT_MATRIX | Needs.ATTENTION_WRITE
 
     def __init__(self) -> None:
         self.layers = []
@@ -38,7 +38,7 @@ class Seen(hs.Instrument):
 
 def written(tensors):
     """sum_h W_O^h sum_j P^h_ij v^h_j with plain loops over prompts, heads, queries and keys."""
-    kernel, value, output = tensors.kernel, tensors.head_values, tensors.output
+    kernel, value, output = tensors.kernel, tensors.head_values, tensors.output_matrix
     if kernel.ndim == 3:
         kernel, value, output = kernel[:, None], value[:, None], output[None]
     total = torch.zeros_like(tensors.write)

@@ -157,7 +157,7 @@ def test_one_of_a_kind_is_singular():
     assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
     assert repr(recording.runner.under(hs.intervene.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
     assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
-    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, text_count=1, tokens=1))
+    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, text_count=1, text_length=1))
     with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
         _ = hs.Subject("A", ["Lily"]).test
 
@@ -181,7 +181,7 @@ def test_a_default_device_without_values_does_no_harm():
         found = record(model, ids)
         noisy = found.under(hs.intervene.Perturb(site=hs.Site.KEY, sigma=0.1))
         assert hs.models.untrained_twin(model, seed=1).model.device.type == "cpu"
-        assert hs.models.diagnose(model, text_count=1, tokens=4).certificate.ok
+        assert hs.models.diagnose(model, text_count=1, text_length=4).certificate.ok
     finally:
         torch.set_default_device(None)
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
@@ -530,7 +530,7 @@ def test_what_doctor_reads_is_not_obeyed_by_the_terminal(tmp_path, capsys, monke
 
     folder = tmp_path / "\x1b[2Jmodel\u202e"
     tiny_model("gpt2").save_pretrained(folder)
-    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--text-count", "2", "--tokens", "8"])
+    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--text-count", "2", "--text-length", "8"])
     with pytest.raises(SystemExit):
         main()
     out = capsys.readouterr().out
@@ -546,7 +546,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 
     tiny_model("gpt2").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--text-count", "10", "--tokens", "16"]
+        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--text-count", "10", "--text-length", "16"]
     )
     with pytest.raises(SystemExit) as left:
         main()
@@ -666,7 +666,7 @@ def test_a_tokenizer_that_fails_is_named_in_the_error():
 
 def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
-    assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
+    assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, text_length=100))
     letters(framed=False).save_pretrained(tmp_path)
     assert "\nchecked on sentences tokenized by " in str(hs.models.diagnose(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
@@ -674,10 +674,10 @@ def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
-    told = str(hs.models.diagnose(tmp_path, text_count=3, tokens=100))
+    told = str(hs.models.diagnose(tmp_path, text_count=3, text_length=100))
     assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
     assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
-    assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))
+    assert "truncated to" not in str(hs.models.diagnose(tmp_path, text_length=64))
 
 
 UNEVEN = ["Once upon a time there was a little girl", "The dog ran", "A big red ball was on the grass"]

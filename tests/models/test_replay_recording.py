@@ -34,7 +34,7 @@ class Everything(hs.Instrument):
     """Keeps all values that it receives."""
 
     name = "everything"
-    needs = ~hs.types.Needs.NOTHING & ~hs.types.Needs.OUTPUT  # which sandwich norms refuse
+    needs = ~hs.types.Needs.NOTHING & ~hs.types.Needs.OUTPUT_MATRIX  # which sandwich norms refuse
 
     def __init__(self, needs=None):
         self.needs = self.needs if needs is None else needs
@@ -106,8 +106,8 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
     seen = hs.measure(recording, *streaming_instruments())
     assert len(calls) == 3
     assert set(seen) == {"kernel_statistics", "attention_drift", "attention_diffusion", "mlp_force"}
-    assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
-    assert seen["mlp_force"].attention_tangential_speed.dims == ("layer", "prompt")
+    assert seen["kernel_statistics"].row_entropy.dims == ("layer", "prompt", "head")
+    assert seen["mlp_force"].attention_tangential_length.dims == ("layer", "prompt")
     hs.kernel_statistics(recording)
     hs.mlp_force(recording)
     assert len(calls) == 9

@@ -61,12 +61,20 @@ def two_heads():
 
 def oracle(context, tensors):
     """All quantities of one layer by loops over prompts, heads, tokens and keys, with d x d matrices."""
-    kernel, value, output = (t.numpy() for t in (tensors.kernel, tensors.head_values, tensors.output))
+    kernel, value, output = (t.numpy() for t in (tensors.kernel, tensors.head_values, tensors.output_matrix))
     if kernel.ndim == 3:
         kernel, value, output = kernel[:, None], value[:, None], output[None]
     rows, heads, n, _ = kernel.shape
     d = output.shape[1]
-    names = ("drift", "drift_ratio", "nu_token_sampling", "nu_random_values", "anisotropy", "rank", "rank_bound")
+    names = (
+        "drift",
+        "drift_ratio",
+        "nu_token_sampling",
+        "nu_random_values",
+        "anisotropy",
+        "sigma_rank",
+        "sigma_rank_bound",
+    )
     per_head = {name: np.full((rows, heads, n), np.nan) for name in names}
     names = (
         "total_drift",
@@ -75,7 +83,7 @@ def oracle(context, tensors):
         "total_nu_random_values",
         "total_nu_as_printed",
     )
-    names += ("total_anisotropy", "total_rank", "smallest_eigenvalue", "effective_share")
+    names += ("total_anisotropy", "total_sigma_rank", "smallest_eigenvalue", "effective_dimension_share")
     total = {name: np.full((rows, n), np.nan) for name in names}
     moved = np.zeros((rows, n, d))
     for b in range(rows):
@@ -100,12 +108,12 @@ def oracle(context, tensors):
                 per_head["drift"][b, h, i] = np.linalg.norm(t @ mean) / y
                 per_head["nu_token_sampling"][b, h, i] = np.trace(tangent) / dim
                 per_head["nu_random_values"][b, h, i] = np.trace(t @ sigma_b @ t) / dim
-                per_head["rank"][b, h, i] = 0
+                per_head["sigma_rank"][b, h, i] = 0
                 if (weights > 0).sum() > 1 or sink > 1e-4:
                     per_head["drift_ratio"][b, h, i] = np.linalg.norm(t @ mean) / y / math.sqrt(np.trace(tangent))
                     per_head["anisotropy"][b, h, i] = np.trace(tangent @ tangent) / np.trace(tangent) ** 2
-                    per_head["rank"][b, h, i] = (eigenvalues > 1e-6 * eigenvalues.max()).sum()
-                per_head["rank_bound"][b, h, i] = min((weights > 0).sum() + (sink > 1e-4) - 1, value.shape[-1])
+                    per_head["sigma_rank"][b, h, i] = (eigenvalues > 1e-6 * eigenvalues.max()).sum()
+                per_head["sigma_rank_bound"][b, h, i] = min((weights > 0).sum() + (sink > 1e-4) - 1, value.shape[-1])
                 summed, summed_b = summed + sigma, summed_b + sigma_b
             tangent = t @ summed @ t
             moved[b, i] = t @ tensors.write[b, i].numpy() / y
@@ -114,20 +122,22 @@ def oracle(context, tensors):
             total["total_nu_random_values"][b, i] = np.trace(t @ summed_b @ t) / dim
             total["total_nu_as_printed"][b, i] = np.trace(summed) / d
             eigenvalues = np.sort(np.linalg.eigvalsh(tangent))[-dim:]
-            total["total_rank"][b, i] = 0
+            total["total_sigma_rank"][b, i] = 0
             if eigenvalues[-1] > 1e-20:
                 total["total_drift_ratio"][b, i] = total["total_drift"][b, i] / math.sqrt(np.trace(tangent))
                 anisotropy = (eigenvalues**2).sum() / eigenvalues.sum() ** 2
                 total["total_anisotropy"][b, i] = anisotropy
-                total["effective_share"][b, i] = 1 / anisotropy / dim
-                total["total_rank"][b, i] = (eigenvalues > 1e-6 * eigenvalues[-1]).sum()
+                total["effective_dimension_share"][b, i] = 1 / anisotropy / dim
+                total["total_sigma_rank"][b, i] = (eigenvalues > 1e-6 * eigenvalues[-1]).sum()
                 total["smallest_eigenvalue"][b, i] = max(eigenvalues[0], 0) / eigenvalues.mean()
     return per_head, total, moved
 
 
 def check_against_loops(system):
     seen = Seen()
-    measured = system.replay(seen, AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(tokens=ALL))
+    measured = system.replay(
+        seen, AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(sampled_tokens=ALL)
+    )
     axis = system.layer_axis
     for number, (context, tensors) in enumerate(seen.layers):
         per_head, total, moved = oracle(context, tensors)
@@ -181,14 +191,14 @@ def test_the_oracle_of_the_theory():
     assert noise.nu_random_values.item() == pytest.approx((0.0351 + 0.1279 + 0.0351) / 3, abs=1e-14)
     assert noise.total_nu_as_printed.item() == pytest.approx((0.545 + 0.105) / 2, abs=1e-14)
     assert drift.drift.item() == pytest.approx((0.3 + 0.9 + 0.3) / 3, abs=1e-14)  # W_V m = (.9, .3)
-    spectrum = attention_diffusion_spectrum(run, tokens=3)
+    spectrum = attention_diffusion_spectrum(run, sampled_tokens=3)
     assert spectrum.anisotropy.item() == pytest.approx(1.0)  # the tangent space has one dimension
-    assert spectrum.tokens.item() == 3
+    assert spectrum.token_count.item() == 3
 
 
 def test_chunks_change_nothing():
     model = tiny_model("gpt2", dtype=F64)
-    instruments = AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(tokens=2, seed=3)
+    instruments = AttentionDrift(), AttentionDiffusion(), AttentionDiffusionSpectrum(sampled_tokens=2, seed=3)
     whole = record(model, PADDED).replay(*instruments)
     small = record(model, PADDED, batch_size=1).replay(*instruments)
     for name, dataset in whole.items():
@@ -211,7 +221,7 @@ def test_no_spread_means_no_ratio(dtype):
     for run in (integrate(SA(beta=1.0), same, [0.0]), sharp):
         assert attention_diffusion(run).nu_token_sampling.values.tolist() == [[0.0, 0.0]]
         assert np.isnan(attention_drift(run).drift_ratio.values).all()
-        assert np.isnan(attention_diffusion_spectrum(run).effective_share.values).all()
+        assert np.isnan(attention_diffusion_spectrum(run).effective_dimension_share.values).all()
     assert attention_drift(sharp).drift.values.max() < 1e-6
 
 
@@ -220,18 +230,18 @@ def test_equal_tokens_of_a_model_have_no_spectrum(family):
     """Rotary phases leave values alone, so that they are equal up to rounding, which has no rank and no anisotropy."""
     recording = record(tiny_model(family), torch.full((3, 9), 5))
     found = attention_diffusion_spectrum(recording)
-    assert (found.total_rank == 0).all()
-    for name in ("anisotropy", "total_anisotropy", "smallest_eigenvalue", "effective_share_of_range"):
+    assert (found.total_sigma_rank == 0).all()
+    for name in ("anisotropy", "total_anisotropy", "smallest_eigenvalue", "effective_dimension_share_of_range"):
         assert np.isnan(found[name].values).all(), name
-    assert np.isnan(mobility_test(recording, tokens=2).antisymmetric_share.values).all()
+    assert np.isnan(mobility_test(recording, sampled_tokens=2).antisymmetric_share.values).all()
     differ = attention_diffusion_spectrum(record(tiny_model(family), torch.arange(5, 14).expand(3, 9)))
-    assert (differ.total_rank > 0).all()
+    assert (differ.total_sigma_rank > 0).all()
 
 
 def test_rows_above_1_have_a_drift_and_no_sampling_covariance():
     run = integrate(USA(beta=4.0), x_of(1, 4, 3), [0.0])
     assert np.isnan(attention_diffusion(run).nu_token_sampling.values).all()
-    assert np.isnan(attention_diffusion_spectrum(run).total_rank.values).all()
+    assert np.isnan(attention_diffusion_spectrum(run).total_sigma_rank.values).all()
     assert attention_drift(run).drift.item() > 0
 
 
@@ -246,22 +256,26 @@ def test_the_uniform_kernel_has_its_whole_drift():
 
 def test_spectra_with_known_answers():
     isotropic = spectrum_statistics(torch.tensor([0.0, 2.0, 2.0, 2.0], dtype=F64), 3, 1e-6)
-    assert [isotropic[name].item() for name in ("anisotropy", "rank", "smallest_eigenvalue", "effective_share")] == (
-        pytest.approx([1 / 3, 3, 1, 1])
-    )
+    assert [
+        isotropic[name].item()
+        for name in ("anisotropy", "sigma_rank", "smallest_eigenvalue", "effective_dimension_share")
+    ] == (pytest.approx([1 / 3, 3, 1, 1]))
     single = spectrum_statistics(torch.tensor([0.0, 0.0, 0.0, 5.0], dtype=F64), 3, 1e-6)
-    assert [single[name].item() for name in ("anisotropy", "rank", "smallest_eigenvalue", "effective_share")] == (
-        pytest.approx([1, 1, 0, 1 / 3])
-    )
+    assert [
+        single[name].item() for name in ("anisotropy", "sigma_rank", "smallest_eigenvalue", "effective_dimension_share")
+    ] == (pytest.approx([1, 1, 0, 1 / 3]))
     # eigenvalues 0, 1, 3 of a tangent space of three dimensions: the range has two, of mean 2
     low = spectrum_statistics(torch.tensor([0.0, 0.0, 1.0, 3.0], dtype=F64), 3, 1e-6)
-    names = ("rank", "smallest_eigenvalue", "smallest_eigenvalue_of_range", "effective_share_of_range")
+    names = ("sigma_rank", "smallest_eigenvalue", "smallest_eigenvalue_of_range", "effective_dimension_share_of_range")
     assert [low[name].item() for name in names] == pytest.approx([2, 0, 1 / 2, 16 / 10 / 2])
     for full in (isotropic, spectrum_statistics(torch.tensor([1.0, 2.0, 5.0], dtype=F64), 3, 1e-6)):
-        for name in ("smallest_eigenvalue", "effective_share"):  # at full rank the range is the whole tangent space
+        for name in (
+            "smallest_eigenvalue",
+            "effective_dimension_share",
+        ):  # at full rank the range is the whole tangent space
             assert full[f"{name}_of_range"].item() == pytest.approx(full[name].item(), rel=1e-14)
     nothing = spectrum_statistics(torch.zeros(4), 3, 1e-6)
-    assert nothing.pop("rank") == 0
+    assert nothing.pop("sigma_rank") == 0
     assert all(math.isnan(value) for value in nothing.values())
     with pytest.raises(HelmscopeError, match="must be at least dim"):
         spectrum_statistics(torch.zeros(2), 3, 1e-6)
@@ -277,7 +291,7 @@ def test_a_state_that_is_not_finite_is_named():
         AttentionDrift().attention(context, tensors)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("seed", -1), ("top", 0), ("tol", 0.0)])
+@pytest.mark.parametrize(("name", "value"), [("sampled_tokens", 0), ("seed", -1), ("top", 0), ("tol", 0.0)])
 def test_arguments_are_checked(name, value):
     with pytest.raises(HelmscopeError, match=name):
         AttentionDiffusionSpectrum(**{name: value})

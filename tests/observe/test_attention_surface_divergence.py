@@ -53,7 +53,7 @@ def test_closed_form_for_identity_matrices():
     assert measured.surface_divergence.item() == pytest.approx(
         measured.token_surface_divergence.mean().item(), abs=1e-13
     )
-    assert measured.attrs["extra_forwards"] == 0
+    assert measured.attrs["extra_forward_passes"] == 0
 
 
 def test_simulated_heads_are_cross_attention_to_a_frozen_cloud():
@@ -65,7 +65,7 @@ def test_simulated_heads_are_cross_attention_to_a_frozen_cloud():
     for b in range(2):
         total = 0.0
         for h, head in enumerate(heads):
-            frozen = CrossAttention(beta=2.0, context=x[b], query_key=head.query_key, value=head.value)
+            frozen = CrossAttention(beta=2.0, memory=x[b], query_key=head.query_key, value=head.value)
             expected = 0.7 * divergence(lambda y, field=frozen: field.ambient(y[None])[0], x[b])
             np.testing.assert_allclose(measured.token_surface_divergence.values[0, b, h], expected.numpy(), atol=1e-11)
             total = total + expected.mean()
@@ -155,7 +155,7 @@ class Outputs(hs.Instrument):
         self.matrices = {}
 
     def attention(self, context, tensors):
-        self.matrices[context.layer] = tensors.output
+        self.matrices[context.layer] = tensors.output_matrix
         self.keep(context, {"length": tensors.radius.mean(-1)})
 
 
@@ -209,7 +209,7 @@ def test_estimates_are_unbiased_and_do_not_depend_on_chunks():
     error = (draws.mean(0) - exact.surface_divergence.values) / (draws.std(0) / np.sqrt(40) + 1e-12)
     assert np.abs(error).max() < 4.5
     assert draws.std(0).max() > 0
-    assert exact.attrs["extra_forwards"] == 1
+    assert exact.attrs["extra_forward_passes"] == 1
 
 
 def test_padding_changes_nothing():

@@ -58,11 +58,12 @@ EXPECTED = [
     ("attention_surface_divergence", "surface_divergence", 8, -3 / 8),  # -(d - 1) <x_i, m>
     ("mlp_jacobian", "weighted_trace", 8, 7 / 8),  # C divides by n, and tr(J E C) = 1
     ("gate_sparsity", "silent_share", 8, (0.5**8 + 0.25**8 + 0.95**8) / 3),
-    ("perturbation_growth", "exponent", 1, math.log((1.5 + 0.75) / 2)),  # the mean of log |T w| over the circle
-    ("perturbation_growth", "exponent", 4, math.log((1.5**4 + 0.75**4) / 2) / 4),
+    # the mean of log |T w| over the circle
+    ("perturbation_growth", "lyapunov_exponent", 1, math.log((1.5 + 0.75) / 2)),
+    ("perturbation_growth", "lyapunov_exponent", 4, math.log((1.5**4 + 0.75**4) / 2) / 4),
     ("perturbation_growth", "square", 4, (1.5**8 + 0.75**8) / 2),
     ("context_noise", "nu_context", 8, 1.5 * 1.25 / 5 / 2),
-    ("context_noise", "nu_random_values", 8, 0.8 * 1.25 / 5 / 2),
+    ("context_noise", "total_nu_random_values", 8, 0.8 * 1.25 / 5 / 2),
 ]
 
 SLOW = {"context_noise": 25, "mlp_jacobian": 25}  # repetitions of the measurements that loop over prompts

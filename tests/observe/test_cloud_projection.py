@@ -146,7 +146,7 @@ def by_hand(model, layer, neighbors, dims):
 def test_half_steps_agree_with_the_modules_run_by_hand(layer):
     """Three random directions off the cloud span all that is off it, so that their mean is exact."""
     model = tiny()
-    measured = cloud_projection(record(model, IDS), neighbors=5, principal_axes=3, tokens=None).sel(layer=layer)
+    measured = cloud_projection(record(model, IDS), neighbors=5, principal_axes=3, sampled_tokens=None).sel(layer=layer)
     names = ("growth_ratio", "growth_off", "growth_along", "idempotence_defect")
     for name, expected in zip(names, by_hand(model, layer, 5, 3).T, strict=True):
         np.testing.assert_allclose(measured[name], expected, rtol=1e-10, err_msg=name)
@@ -156,7 +156,7 @@ def test_half_steps_agree_with_the_modules_run_by_hand(layer):
 def test_a_planted_half_step_has_the_ratio_and_the_defect_of_its_share():
     recording = record(tiny_model("llama", dtype=F64), inputs_of("llama", batch=4))
     for share in (0.5, 0.75):
-        measured = cloud_projection(recording, neighbors=8, principal_axes=4, tokens=6, planted_share=share)
+        measured = cloud_projection(recording, neighbors=8, principal_axes=4, sampled_tokens=6, planted_share=share)
         assert float(abs(measured.idempotence_defect - (1 - share)).max()) < 1e-12
         assert float(abs(measured.growth_ratio / (1 - share) - 1).max()) < 0.05  # directions turn a little
         assert float(measured.growth_ratio.max()) <= 1 - share + 1e-12
@@ -168,14 +168,14 @@ def test_padding_and_the_number_of_sampled_tokens():
     mask = torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
     padded = {"input_ids": ids * mask, "attention_mask": mask}
-    options = {"neighbors": 6, "principal_axes": 3, "tokens": None}
+    options = {"neighbors": 6, "principal_axes": 3, "sampled_tokens": None}
     together = cloud_projection(record(model, padded), **options)
     wider = {name: torch.cat([value, torch.zeros(3, 2, dtype=torch.long)], 1) for name, value in padded.items()}
     further = cloud_projection(record(model, wider), **options)
     for name in ("growth_along", "idempotence_defect", "neighbor_angle"):
         np.testing.assert_allclose(together[name], further[name], rtol=1e-6, err_msg=name)
-    fewer = cloud_projection(record(model, padded), neighbors=6, principal_axes=3, tokens=2)
-    assert fewer.attrs["tokens"] == 2
+    fewer = cloud_projection(record(model, padded), neighbors=6, principal_axes=3, sampled_tokens=2)
+    assert fewer.attrs["sampled_tokens"] == 2
     assert not np.allclose(fewer.growth_along, together.growth_along)
 
 

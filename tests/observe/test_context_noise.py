@@ -16,6 +16,7 @@ from helmscope.models.record import record
 from helmscope.observe.context_noise import (
     FIRST_POSITION,
     _choose,
+    context_group_noise,
     context_groups,
     context_noise,
     context_unsupported,
@@ -48,15 +49,15 @@ def test_groups_agree_with_loops(family):
     model = tiny_model(family, dtype=F64)
     recording = record(model, inputs_of(family, batch=1, n=5))
     groups = context_groups(recording, CONTEXTS, groups=3, min_contexts=6, first_position=4)
-    measured = context_noise(groups)
+    measured = context_group_noise(groups)
     seen = Seen()
     record(model, CONTEXTS, batch_size=100).replay(seen)
     context, tensors = seen.layers[0]
-    kernel, value, output = (t.numpy() for t in (tensors.kernel, tensors.head_values, tensors.output))
+    kernel, value, output = (t.numpy() for t in (tensors.kernel, tensors.head_values, tensors.output_matrix))
     d = output.shape[1]
     for k, group in enumerate(groups):
         members = [c for c in range(30) if int(CONTEXTS[c, group.position]) == group.token]
-        assert len(members) == measured.contexts.values[k] >= 6
+        assert len(members) == measured.context_count.values[k] >= 6
         i = group.position
         x, y = tensors.direction[members[0], i].numpy(), float(tensors.radius[members[0], i])
         t = np.eye(d) - np.outer(x, x) - (np.ones((d, d)) / d if context.centered else 0)
@@ -83,14 +84,14 @@ def test_groups_agree_with_loops(family):
         trace = np.trace(sigma)
         assert measured.nu_context.values[k] == pytest.approx(trace / dim, rel=1e-9)
         halves = [np.mean(sampling[half::2], 0) for half in (0, 1)]
-        assert measured.nu_token_sampling.values[k] == pytest.approx(
+        assert measured.total_nu_token_sampling.values[k] == pytest.approx(
             sum(np.trace(each) for each in halves) / 2 / dim, rel=1e-6
         )
-        assert measured.nu_random_values.values[k] == pytest.approx(np.mean(random) / dim, rel=1e-6)
+        assert measured.total_nu_random_values.values[k] == pytest.approx(np.mean(random) / dim, rel=1e-6)
         between = 1 - sum(np.trace(np.cov(each.T)) / 2 for each in heads) / trace
         assert measured.cross_head_share.values[k] == pytest.approx(between, rel=1e-6)
         between = 1 - sum(np.trace(np.cov(keys[:, j].T)) / 2 for j in range(keys.shape[1])) / trace
-        assert measured.cross_token_share.values[k] == pytest.approx(between, rel=1e-6)
+        assert measured.cross_key_share.values[k] == pytest.approx(between, rel=1e-6)
         parts = [np.cov(moved[half::2].T) / 2 for half in (0, 1)]
         slopes = [(parts[1 - half] * halves[half]).sum() / (halves[half] ** 2).sum() for half in (0, 1)]
         assert measured.slope.values[k] == pytest.approx(np.mean(slopes), rel=1e-6)
@@ -176,7 +177,9 @@ def test_a_model_that_is_not_bundled_is_measured_on_its_own_texts():
     rows = torch.tensor([[5 + (k + i) % 2 for i in range(9)] for k in range(40)])
     recording = record(model, rows)
     same = context_noise(recording, rows)
-    assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(same)
+    assert hs.measure(recording, only=["context_noise"])["context_noise"].identical(
+        same.assign_attrs(model=recording.origin.title)
+    )
     few = record(model, rows[:15])
     assert "no word at the same position in 16 of them" in (context_unsupported(few) or "")
     assert "context_noise" not in hs.measure(few, quick=True)

@@ -35,7 +35,7 @@ def test_damage_equals_loops_over_the_logits(edit):
     recording = record(tiny_model("gpt2"), IDS)
     damage = damage_under_edits(recording, {"edit": edit})
     expected = by_loops(recording.logits(), recording.under(edit).logits(), IDS)
-    names = ("kl", "loss_increase", "entropy_change", "top_token_agreement")
+    names = ("kl", "loss_increase", "prediction_entropy_change", "top_token_agreement")
     for name, values in zip(names, expected, strict=True):
         assert np.abs(damage[name].sel(edit="edit").values - values).max() < 1e-12, name
     assert (damage.kl.values > 0).all()

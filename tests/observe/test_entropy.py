@@ -188,7 +188,7 @@ def test_groups_of_copies_have_no_replicate() -> None:
     measured = entropy_along_depth(Trajectory(twice.times, states))
     assert np.isfinite(measured.neighbor_entropy.values[:, :6]).all()
     assert np.isnan(measured.neighbor_entropy.values[:, 6:]).all()
-    assert (measured.copies.values[:, 6:] == 11).all()
+    assert (measured.copy_count.values[:, 6:] == 11).all()
 
 
 def test_halves_need_more_points_than_neighbors() -> None:
@@ -261,7 +261,7 @@ def test_identical_tokens_unequal_weights_and_few_prompts() -> None:
     measured = entropy_along_depth(same)
     assert bool(measured.gaussian_entropy.isnull().all())
     assert bool(measured.neighbor_entropy.isnull().all())
-    assert float(measured.copies.sum()) == 4 * 4 - 1
+    assert float(measured.copy_count.sum()) == 4 * 4 - 1
     weighted = Trajectory(torch.zeros(1), path(depths=1).states, weights=torch.rand(1, 6, 12, dtype=F64) + 0.5)
     assert bool(entropy_along_depth(weighted).neighbor_entropy.isnull().all())
     assert not bool(entropy_along_depth(weighted).gaussian_entropy.isnull().any())

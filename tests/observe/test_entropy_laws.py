@@ -67,10 +67,12 @@ def test_the_first_order_of_a_linear_field_on_a_concentrated_law(d: int, kappa: 
     matrix = torch.randn(d, d, dtype=F64, generator=torch.Generator().manual_seed(0)) / 10
     mlp = hs.MLP(w_in=torch.eye(d, dtype=F64), w_out=matrix, activation=Identity())
     run = hs.integrate(mlp, tokens(d, kappa, 2), times=[0.0, 1.0], stepper=Layer(1.0))
-    measured = mlp_entropy_change(run, tokens=TOKENS, progress=False).isel(time=0)
+    measured = mlp_entropy_change(run, sampled_tokens=TOKENS, progress=False).isel(time=0)
     _, along, across = moments(d, kappa)
     second = np.array([along, *[across] * (d - 1)])
-    assert holds(measured, "surface_divergence", float(matrix.trace()) - d * float(second @ matrix.diagonal().numpy()))
+    assert holds(
+        measured, "first_order_entropy_change", float(matrix.trace()) - d * float(second @ matrix.diagonal().numpy())
+    )
 
 
 def test_the_entropy_of_a_concentrated_law_grows_as_its_fisher_information_says() -> None:
@@ -83,10 +85,10 @@ def test_the_entropy_of_a_concentrated_law_grows_as_its_fisher_information_says(
         still, tokens(d, kappa, 3), times=[0.0, time], noise=hs.fields.IsotropicNoise(nu),
         stepper=hs.solve.StochasticHeun(0.005), seed=4,
     )  # fmt: skip
-    measured = free_energy_along_depth(run, tokens=None, include_first_token=True, progress=False).isel(time=1)
+    measured = free_energy_along_depth(run, sampled_tokens=None, include_first_token=True, progress=False).isel(time=1)
     mean, along, across = moments(d, kappa)
     surface = 1 / (along - mean**2) + 2 / across - d**2 - mean**2 / (along - mean**2)
-    assert holds(measured, "entropy_change", nu * time * surface)
+    assert holds(measured, "gaussian_entropy_change", nu * time * surface)
     predicted = reduce_replicates(measured)
     assert float(predicted.predicted_entropy_change) == pytest.approx(nu * time * surface, rel=0.1)
 

@@ -77,13 +77,16 @@ def flow() -> hs.Simulation:
 
 def deviation(measured, name: str) -> np.ndarray:
     """The difference of predicted and measured curve at all later times, over its standard error."""
-    difference = measured[name.replace("gaussian_predicted_", "")] - measured[name]
+    difference = (
+        measured[name.replace("gaussian_predicted_free", "free").replace("gaussian_predicted", "gaussian")]
+        - measured[name]
+    )
     values = difference.transpose("time", "system").values[1:]
     return values.mean(1) / (values.std(1, ddof=1) / values.shape[1] ** 0.5)
 
 
 def test_the_predicted_curves_are_the_measured_ones(flow: hs.Simulation) -> None:
-    measured = free_energy_along_depth(flow, tokens=None, include_first_token=True)
+    measured = free_energy_along_depth(flow, sampled_tokens=None, include_first_token=True)
     for name in ("gaussian_predicted_entropy", "gaussian_predicted_free_energy"):
         assert np.abs(deviation(measured, name)).max() < 3, name
     assert measured.attrs["gaussian_predicted_entropy_misfit"] < 0.1
@@ -95,7 +98,7 @@ def test_the_predicted_curves_are_the_measured_ones(flow: hs.Simulation) -> None
 def test_the_other_sign_of_the_potential_predicts_something_else(flow: hs.Simulation) -> None:
     downhill = replace(UPHILL, w_out=-UPHILL.w_out)
     wrong = replace(flow, problem=replace(flow.problem, field=downhill))
-    measured = free_energy_along_depth(wrong, tokens=None, include_first_token=True)
+    measured = free_energy_along_depth(wrong, sampled_tokens=None, include_first_token=True)
     for name in ("gaussian_predicted_entropy", "gaussian_predicted_free_energy"):
         assert np.abs(deviation(measured, name))[-3:].min() > 10, name
     assert measured.attrs["gaussian_predicted_free_energy_misfit"] > 1
@@ -108,14 +111,14 @@ def test_near_the_uniform_density_the_divergence_predicts_the_gaussian_entropy()
     weak = hs.MLP(w_in=rows, w_out=0.02 * rows.T, activation=hs.activations.Identity())
     start = hs.sphere.retract(hs.Uniform(64, 24).sample(64, seed=1) + 0.1 * torch.eye(24, dtype=F64)[0])
     run = hs.integrate(weak, start, times=TIMES, noise=hs.noise.IsotropicNoise(0.01), seed=2)
-    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
+    measured = free_energy_along_depth(run, sampled_tokens=None, include_first_token=True)
     assert measured.attrs["predicted_entropy_misfit"] < 0.15
     assert measured.attrs["predicted_free_energy_misfit"] < 0.1
 
 
 def test_without_noise_the_rate_is_the_work_of_the_force() -> None:
     run = hs.integrate(UPHILL, hs.Uniform(16, D).sample(8, seed=4), times=[0.0, 1e-3])
-    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
+    measured = free_energy_along_depth(run, sampled_tokens=None, include_first_token=True)
     x = run.states[0].flatten(0, 1)
     gradient = surface.gradient(hs.helmholtz(UPHILL).potential, x)
     expected = -1e-3 * float(gradient.square().sum(-1).mean())
@@ -128,7 +131,7 @@ def test_the_rates_of_a_gradient_add_up_to_the_formula() -> None:
     run = hs.integrate(
         UPHILL, hs.Uniform(16, D).sample(8, seed=4), times=[0.0, 1e-9], noise=hs.noise.IsotropicNoise(NU), seed=0
     )
-    measured = free_energy_along_depth(run, tokens=None, include_first_token=True)
+    measured = free_energy_along_depth(run, sampled_tokens=None, include_first_token=True)
     x = run.states[0].flatten(0, 1)
     potential = hs.helmholtz(UPHILL).potential
     slope = float(surface.gradient(potential, x).square().sum(-1).mean())
@@ -160,7 +163,7 @@ def small_model() -> GPT2LMHeadModel:
 def test_a_model_is_measured_as_by_hand() -> None:
     """Delta F of one MLP and one attention half-step, with every cloud without one prompt computed again."""
     recording = hs.record(small_model(), TEXTS)
-    measured = free_energy_along_depth(recording, tokens=None)
+    measured = free_energy_along_depth(recording, sampled_tokens=None)
     nus = attention_diffusion(recording).total_nu_token_sampling.values
     basis = torch.linalg.qr(torch.cat([torch.ones(10, 1, dtype=F64), torch.eye(10, dtype=F64)], 1))[0][:, 1:10]
 

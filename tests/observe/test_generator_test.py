@@ -158,7 +158,7 @@ def test_sigma_a_errs_by_its_contraction_with_the_hessian() -> None:
     x, bank = hs.Uniform(5, 4).sample(2, seed=8), ProbeBank.around(hs.Uniform(9, 4).sample(seed=9), per_kind=2)
     field, value = hs.SA(3.0, value=normal(4, 4)), None
     run = layers(field, x, h=0.5)
-    found = generator_test(run, bank=bank, include_first_token=True, tokens=99)
+    found = generator_test(run, bank=bank, include_first_token=True, sampled_tokens=99)
     value = x @ field.value.mT
     sigma = 0.25 * token_sampling_covariance(field.kernel(x), value)
     tangent = torch.eye(4, dtype=F64) - x.unsqueeze(-1) * x.unsqueeze(-2)
@@ -172,7 +172,7 @@ def test_sigma_a_errs_by_its_contraction_with_the_hessian() -> None:
         second[s, i, p] = step[s, i] @ hessian @ step[s, i] / 2
     change = bank(run.trajectory.states[1]) - bank(x)
     error = (noise.square().mean(1) / change.square().mean(1)).mean(-1)
-    np.testing.assert_allclose(found.sampling_error.values[0], error.numpy(), rtol=1e-9)
+    np.testing.assert_allclose(found.sigma_term_ratio.values[0], error.numpy(), rtol=1e-9)
     drift = torch.func.jvp(lambda y: bank(retract(y)), (x,), (step,))[1]
     for name, predicted in (
         ("explained_share_sigma", drift + noise),
@@ -229,14 +229,14 @@ def test_padding_and_chunks_do_not_change_values() -> None:
         ids[k, : len(row)], mask[k, : len(row)] = torch.tensor(row), 1
     both = hs.record(model, {"input_ids": ids, "attention_mask": mask})
     bank = ProbeBank.of(both)
-    found = generator_test(both, bank=bank, tokens=99)
+    found = generator_test(both, bank=bank, sampled_tokens=99)
     for k, row in enumerate(rows):
-        alone = generator_test(hs.record(model, torch.tensor([row])), bank=bank, tokens=99)
+        alone = generator_test(hs.record(model, torch.tensor([row])), bank=bank, sampled_tokens=99)
         for name in (
             "explained_share",
             "explained_share_of_mean",
             "splitting_defect",
-            "sampling_error",
+            "sigma_term_ratio",
             "order_second_moment",
         ):
             np.testing.assert_allclose(found[name].values[:, k], alone[name].values[:, 0], rtol=1e-6)
@@ -256,7 +256,7 @@ def test_families_without_two_halves_that_add_leave_out_what_needs_them() -> Non
     np.testing.assert_allclose(parallel.splitting_defect.values, 0, atol=1e-4)
     attention = generator_test(layers(hs.SA(1.0), hs.Uniform(4, 3).sample(2, seed=0)))
     assert "splitting_defect" not in attention
-    assert "sampling_error" in attention
+    assert "sigma_term_ratio" in attention
 
 
 def test_nothing_that_moves_has_no_share_and_equal_tokens_have_one() -> None:
@@ -305,8 +305,8 @@ def test_the_interval_over_32_prompts_covers_the_expectation_of_the_share() -> N
             lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), bank=[]),
             "bank is a list, but it must be a ProbeBank",
         ),
-        (lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), tokens=0), "tokens is 0"),
-        (lambda: generator_test(hs.Uniform(3, 3)), "system is Uniform"),
+        (lambda: generator_test(layers(hs.SA(1.0), torch.eye(3)), sampled_tokens=0), "sampled_tokens is 0"),
+        (lambda: generator_test(hs.Uniform(3, 3)), "system is a Uniform"),
         (
             lambda: generator_test(hs.integrate(hs.SA(1.0), torch.eye(3), times=[0.0, 2.0], stepper=hs.Layer())),
             "times are 2 apart, but a generator test needs every layer: times 1 apart",

@@ -99,7 +99,7 @@ def test_a_full_run_agrees_with_the_functions(monkeypatch):
     assert noise.kind.values.tolist() == [kind.value for kind in NoiseKind]
     assert noise.site.values.tolist() == ["query", "key", "value"]
     fair = query_key_noise(recording, kinds=[NoiseKind.CENTERED, NoiseKind.MATCHED], draws=2, seed=3)
-    for kind in ("kl", "entropy_change", "top_token_agreement", "top_key_agreement"):
+    for kind in ("kl", "prediction_entropy_change", "top_token_agreement", "top_key_agreement"):
         found = noise[kind].sel(kind=["centered", "matched"], site=["query", "key"])
         assert np.array_equal(found, fair[kind].mean("draw"))
         assert noise[kind].sel(kind=["centered", "matched"], site="value").isnull().all()
@@ -110,7 +110,7 @@ def test_a_full_run_agrees_with_the_functions(monkeypatch):
     assert noise.ratio_null.sel(kind="matched") == 1
     assert noise.ratio_null.isnull().sum() == len(NoiseKind) - 1
     assert noise.printed_ratio.values.tolist() == [1.86, 0.86, 1.28]
-    assert "valid_min" not in noise.entropy_change_at_equal_kl.attrs
+    assert "valid_min" not in noise.prediction_entropy_change_at_equal_kl.attrs
     layers = query_key_noise_by_layer(recording, seed=3)
     assert np.array_equal(measured["query_key_noise_by_layer"].ratio, query_key_noise_ratio(layers))
     heads = measured["head_ablation_damage"]

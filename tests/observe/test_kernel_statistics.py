@@ -43,7 +43,7 @@ FIELDS = {
     "sinkhorn": SinkhornAttention(2.0),
 }
 BY_ROW = {
-    "entropy": row_entropy,
+    "row_entropy": row_entropy,
     "effective_keys": effective_keys,
     "largest_weight": largest_weight,
     "first_token_mass": first_token_mass,
@@ -139,9 +139,9 @@ def test_padding_is_no_query_and_heads_have_an_axis():
             for quantity in loops[0]:
                 mean = np.mean([system[quantity] for system in loops])
                 assert seen[quantity].values[step, head] == pytest.approx(mean, rel=1e-13, abs=0)
-    assert seen.entropy.dims == ("time", "head")
+    assert seen.row_entropy.dims == ("time", "head")
     assert seen["head"].values.tolist() == [0, 1]
-    assert np.isfinite(seen.entropy.values).all()
+    assert np.isfinite(seen.row_entropy.values).all()
 
 
 def test_a_token_that_no_statistic_counts_may_still_be_the_sink():
@@ -232,8 +232,8 @@ def test_a_system_alone_and_in_a_batch_have_the_same_bits():
         (lambda: effective_keys(torch.tensor([[1.0, -1.0], [1.0, 1.0]])), "kernel holds the weight -1.*>= 0"),
         (lambda: effective_keys(torch.full((2, 2), math.nan)), "kernel holds the weight nan.*finite"),
         (lambda: received_mass(torch.ones(2, 2), visible=torch.ones(3, dtype=torch.bool)), "visible has .*(3,)"),
-        (lambda: kernel_statistics(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
-        (lambda: kernel_statistics(hs.Simulation), "system is Simulation.*System"),
+        (lambda: kernel_statistics(hs.Trajectory(torch.zeros(1), X[None])), "system is a Trajectory.*System"),
+        (lambda: kernel_statistics(hs.Simulation), "system is the class Simulation, .*System"),
         (lambda: kernel_statistics(hs.integrate(torch.zeros_like, X, times=[1.0])), "attention fields only"),
         (
             lambda: kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None]), [torch.ones(4, 3, 3)])),

@@ -49,7 +49,7 @@ def test_shares_on_the_range_are_those_of_whiten(rank: int) -> None:
     root, jacobian = random(5, rank), random(3, 5, 5, seed=1)
     sigma = root @ root.mT
     found = whitened(jacobian, sigma.expand(3, 5, 5))
-    after = [whiten(-each, sigma).antisymmetric_share ** 2 for each in jacobian]
+    after = [whiten(-each, sigma).antisymmetric_share_after for each in jacobian]
     assert found["sigma_rank"] == rank
     assert found["antisymmetric_share_after"] == pytest.approx(np.mean(after), rel=1e-9)
     basis = np.linalg.svd(root.numpy())[0][:, :rank]
@@ -64,9 +64,9 @@ def test_variation_is_that_of_the_entries() -> None:
     sigma = roots @ roots.mT
     entries = sigma.reshape(4, -1).numpy()
     expected = entries.var(0, ddof=1).sum() / (entries.mean(0) ** 2).sum()
-    assert whitened(random(4, 5, 5), sigma)["variation"] == pytest.approx(expected, rel=1e-12)
-    assert whitened(random(4, 5, 5), sigma[:1].expand(4, 5, 5))["variation"] == pytest.approx(0, abs=1e-28)
-    assert math.isnan(whitened(random(1, 5, 5), sigma[:1])["variation"])
+    assert whitened(random(4, 5, 5), sigma)["sigma_variation"] == pytest.approx(expected, rel=1e-12)
+    assert whitened(random(4, 5, 5), sigma[:1].expand(4, 5, 5))["sigma_variation"] == pytest.approx(0, abs=1e-28)
+    assert math.isnan(whitened(random(1, 5, 5), sigma[:1])["sigma_variation"])
 
 
 def test_random_eigenvectors_keep_the_eigenvalues() -> None:
@@ -108,7 +108,7 @@ def tangential_slopes(force: hs.MLP, x: torch.Tensor) -> np.ndarray:
 def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
     model, ids = small_model(), torch.randint(1, 32, (2, 9), generator=torch.Generator().manual_seed(1))
     recording = hs.record(model, ids)
-    measured = layer_whitening(recording, tokens=20)  # all tokens but the first
+    measured = layer_whitening(recording, sampled_tokens=20)  # all tokens but the first
     for layer in (0, 1):
         kernel, state = recording.kernel(layer=layer).numpy(), recording.residual_stream(depth=2 * layer).numpy()
         block = model.transformer.h[layer]
@@ -139,7 +139,7 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
             for name in (
                 "antisymmetric_share_before",
                 "antisymmetric_share_after",
-                "variation",
+                "sigma_variation",
                 "commutator",
                 "sigma_rank",
             ):
@@ -149,11 +149,13 @@ def test_a_small_model_agrees_with_loops_over_keys_and_with_autograd() -> None:
 
 def test_tokens_are_the_same_for_every_chunk_size() -> None:
     model, ids = small_model(), torch.randint(1, 32, (5, 9), generator=torch.Generator().manual_seed(1))
-    whole, parts = (layer_whitening(hs.record(model, ids, batch_size=size), tokens=2, seed=3) for size in (5, 2))
+    whole, parts = (
+        layer_whitening(hs.record(model, ids, batch_size=size), sampled_tokens=2, seed=3) for size in (5, 2)
+    )
     assert whole.antisymmetric_share_change.values == pytest.approx(parts.antisymmetric_share_change.values, rel=1e-9)
     assert not np.allclose(
         whole.antisymmetric_share_change,
-        layer_whitening(hs.record(model, ids), tokens=2, seed=4).antisymmetric_share_change,
+        layer_whitening(hs.record(model, ids), sampled_tokens=2, seed=4).antisymmetric_share_change,
     )
 
 
@@ -164,5 +166,5 @@ def test_a_text_of_one_token_has_no_values_and_refusals_are_sentences() -> None:
     run = hs.integrate(hs.SA(beta=1.0), torch.eye(3).expand(1, 3, 3), times=[0.0])
     with pytest.raises(hs.HelmscopeError, match="system has no MLP"):
         layer_whitening(run)
-    with pytest.raises(hs.HelmscopeError, match="tokens is 0"):
-        LayerWhitening(tokens=0)
+    with pytest.raises(hs.HelmscopeError, match="sampled_tokens is 0"):
+        LayerWhitening(sampled_tokens=0)

@@ -24,7 +24,7 @@ def test_what_only_looks_takes_no_forward():
     instruments = streaming_instruments()
     attention = {"kernel_statistics", "attention_drift", "attention_diffusion"}
     assert {instrument.name for instrument in instruments} == {*attention, "mlp_force"}
-    assert all(instrument.extra_forwards == 0 for instrument in instruments)
+    assert all(instrument.extra_forward_passes == 0 for instrument in instruments)
 
 
 def test_many_instruments_take_one_replay(monkeypatch):
@@ -72,12 +72,13 @@ def test_without_names_it_takes_what_the_system_can_serve():
 
 
 def test_only_some_and_all_agree_with_their_functions():
+    told = {"system": RUN.title}
     some = hs.measure(RUN, only=["transport_ratio", "kernel_statistics"])
     assert list(some) == ["kernel_statistics", "transport_ratio"]
-    xr.testing.assert_identical(some["transport_ratio"], hs.observe.transport_ratio(RUN))
+    xr.testing.assert_identical(some["transport_ratio"], hs.observe.transport_ratio(RUN).assign_attrs(told))
     shares = []
     seen = hs.measure(RUN, quick=True, progress=shares.append)
-    xr.testing.assert_identical(seen["depth_steps"], hs.observe.depth_steps(RUN))
+    xr.testing.assert_identical(seen["depth_steps"], hs.observe.depth_steps(RUN).assign_attrs(told))
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1)
 
@@ -90,7 +91,7 @@ def test_noise_leaves_out_the_flow_of_one_token():
 
 def test_replicates_are_kept_until_they_are_reduced():
     seen = hs.measure(RUN, hs.observe.KernelStatistics(), hs.observe.MlpForce())
-    assert seen["kernel_statistics"].entropy.dims == ("time", "system")
+    assert seen["kernel_statistics"].row_entropy.dims == ("time", "system")
     xr.testing.assert_identical(seen["kernel_statistics"], hs.kernel_statistics(RUN))
     xr.testing.assert_identical(seen["mlp_force"], hs.mlp_force(RUN))
 
@@ -98,7 +99,7 @@ def test_replicates_are_kept_until_they_are_reduced():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
+        (lambda: hs.measure(RUN.trajectory), "system is a Trajectory.*System"),
         (lambda: hs.measure(RUN, hs.observe.KernelStatistics), r"instruments\[0\] is the class KernelStatistics, but"),
         (
             lambda: hs.measure(RUN, hs.observe.KernelStatistics(), hs.mlp_force),

@@ -172,7 +172,7 @@ def layers(mlp: hs.MLP, count: int = 3) -> hs.Simulation:
 def test_layers_of_a_simulation_are_measured_token_by_token() -> None:
     mlp = force(4, gated=False)
     run = layers(mlp)
-    measured = mlp_entropy_change(run, tokens=3)
+    measured = mlp_entropy_change(run, sampled_tokens=3)
     chosen = measured.token.values[0].astype(int)
     assert chosen.tolist() == [[1, 3, 6]] * 3
     for k in range(3):
@@ -183,7 +183,7 @@ def test_layers_of_a_simulation_are_measured_token_by_token() -> None:
             ]
             assert measured.token_entropy_change.values[k, system] == pytest.approx(values, abs=1e-10)
             assert float(measured.entropy_change[k, system]) == pytest.approx(np.mean(values), abs=1e-10)
-    every = mlp_entropy_change(run, tokens=None)
+    every = mlp_entropy_change(run, sampled_tokens=None)
     assert every.sizes["sample"] == 6
     assert every.attrs["dimension"] == 3
 
@@ -196,8 +196,8 @@ def test_singular_maps_are_counted_and_named() -> None:
         w_out=2 * (collapse - torch.eye(4, dtype=F64)),
         activation=hs.activations.Identity(),
     )
-    measured = mlp_entropy_change(layers(mlp), tokens=2)
-    assert float(measured.singular.sum()) == 3 * 3 * 2
+    measured = mlp_entropy_change(layers(mlp), sampled_tokens=2)
+    assert float(measured.singular_count.sum()) == 3 * 3 * 2
     assert bool(measured.entropy_change.isnull().all())
     assert measured.attrs["singular_maps"] == "NaN, first at system 0, layer 0, token 1"
 
@@ -215,8 +215,8 @@ def test_what_is_not_a_map_of_one_token_is_refused() -> None:
     sparse = hs.integrate(mlp, x, times=[0.0, 2.0], stepper=hs.Layer(1.0))
     with pytest.raises(hs.HelmscopeError, match=r"system 0 in layer 0 by another map .* stored one by one"):
         mlp_entropy_change(sparse)
-    with pytest.raises(hs.HelmscopeError, match="tokens is 0"):
-        mlp_entropy_change(layers(mlp), tokens=0)
+    with pytest.raises(hs.HelmscopeError, match="sampled_tokens is 0"):
+        mlp_entropy_change(layers(mlp), sampled_tokens=0)
     with pytest.raises(hs.HelmscopeError, match="system 0 has no token that counts besides the first"):
         mlp_entropy_change(hs.integrate(mlp, x[:, :1], times=[0.0, 1.0], stepper=hs.Layer()))
 
@@ -236,7 +236,7 @@ def test_a_model_under_layer_norm_is_differentiated_by_its_own_modules() -> None
     mean of the state."""
     model = gpt2()
     recording = hs.record(model, ROWS)
-    measured = mlp_entropy_change(recording, tokens=2)
+    measured = mlp_entropy_change(recording, sampled_tokens=2)
     for layer, block in enumerate(model.transformer.h):
         y = recording.residual_stream(depth=2 * layer + 1)
         for prompt in range(3):
@@ -269,7 +269,7 @@ def test_a_post_norm_half_step_is_differentiated_by_its_own_modules() -> None:
     """T on the directions before gain and bias, as the modules compute it: middle norm, MLP and closing norm."""
     model = bert()
     recording = hs.record(model, ROWS)
-    measured = mlp_entropy_change(recording, tokens=2)
+    measured = mlp_entropy_change(recording, sampled_tokens=2)
     path = recording.on_sphere
     for layer, block in enumerate(model.bert.encoder.layer):
         middle = block.attention.output.LayerNorm
@@ -331,10 +331,10 @@ def test_edited_writes_and_parallel_blocks_are_refused() -> None:
 
 def test_padding_and_chunks_change_nothing() -> None:
     texts = ["Once upon a time there was a cat", "The dog ran"]
-    both = mlp_entropy_change(hs.record("A", texts), tokens=None)
-    alone = mlp_entropy_change(hs.record("A", texts[1:]), tokens=None)
+    both = mlp_entropy_change(hs.record("A", texts), sampled_tokens=None)
+    alone = mlp_entropy_change(hs.record("A", texts[1:]), sampled_tokens=None)
     assert both.entropy_change.values[:, 1] == pytest.approx(alone.entropy_change.values[:, 0], rel=1e-4)
-    assert int(both.token_surface_divergence[0, 1].notnull().sum()) == alone.sizes["sample"]
+    assert int(both.token_first_order_entropy_change[0, 1].notnull().sum()) == alone.sizes["sample"]
 
 
 def test_spaced_tokens() -> None:

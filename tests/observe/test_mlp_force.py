@@ -85,7 +85,7 @@ def test_an_mlp_is_the_loop_over_neurons(mask):
     ):  # no norm: no other coordinates
         assert seen[f"{name}_mlp_input"].equals(seen[f"{name}_unit_sphere"])
     assert seen.attrs["n"] == 3
-    assert "attention_tangential_speed" not in seen
+    assert "attention_tangential_length" not in seen
     assert seen.harmonic_length.values == pytest.approx([B_OUT.norm().item()] * 2, rel=1e-13)
 
 
@@ -111,7 +111,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
         [np.mean([math.hypot(*v) for v in attention_oracles.sa_velocity(cloud, 2.0)]) for cloud in clouds]
         for clouds in run.states.tolist()
     ]
-    agrees(seen, {"attention_tangential_speed": np.array(speeds)})
+    agrees(seen, {"attention_tangential_length": np.array(speeds)})
 
 
 def test_weights_reach_attention():
@@ -119,7 +119,7 @@ def test_weights_reach_attention():
     run = hs.integrate(Block(hs.SA(2.0), TANH), X, times=[0.0], weights=mass)
     seen = measured(run)
     speed = (hs.SA(2.0)(X, weights=mass).norm(dim=-1) @ mass).mean() / mass.sum()
-    assert seen.attention_tangential_speed.item() == pytest.approx(speed.item(), rel=1e-14)
+    assert seen.attention_tangential_length.item() == pytest.approx(speed.item(), rel=1e-14)
 
 
 def test_a_residual_stream_has_the_force_on_its_directions():
@@ -132,7 +132,7 @@ def test_a_residual_stream_has_the_force_on_its_directions():
     f = TANH(norm(y))
     assert seen.force_length.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
     a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
-    assert seen.attention_tangential_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
+    assert seen.attention_tangential_length.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
 
 
 def test_under_a_layer_the_mlp_is_read_between_the_halves():
@@ -143,7 +143,7 @@ def test_under_a_layer_the_mlp_is_read_between_the_halves():
     middle = hs.sphere.retract(X + 0.5 * hs.SA(2.0).ambient(X))
     assert seen.force_length[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
     speed = hs.SA(2.0)(X).norm(dim=-1).mean()
-    assert seen.attention_tangential_speed[0].item() == pytest.approx(speed.item(), rel=1e-13)
+    assert seen.attention_tangential_length[0].item() == pytest.approx(speed.item(), rel=1e-13)
 
 
 def test_the_norm_before_the_mlp_says_where_the_force_is_read():
@@ -163,7 +163,7 @@ def test_closed_forms_of_linear_forces():
     """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), antisymmetric share b^2 / (a^2 + b^2), U = a / 2."""
     x = hs.Uniform(5, 2).sample(2, seed=1)
     seen = measured(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
-    exact = {"force_length": 5, "tangential_speed": 4, "radial_force": 3, "trace": 6}
+    exact = {"force_length": 5, "tangential_force_length": 4, "radial_force": 3, "trace": 6}
     exact |= {"potential_unit_sphere": 1.5, "energy_unit_sphere": -1.5}
     exact |= {"gradient_length_unit_sphere": 3, "swirl_length_unit_sphere": 4}
     exact |= {
@@ -216,8 +216,8 @@ def test_no_derivative_no_swirl():
             lambda: mlp_force(hs.integrate(hs.SA(1.0), X, times=[1.0])),
             r"^system has no MLP: force\(layer=0\) is None, but",
         ),
-        (lambda: mlp_force(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
-        (lambda: mlp_force(TANH), "system is MLP.*System"),
+        (lambda: mlp_force(hs.Trajectory(torch.zeros(1), X[None])), "system is a Trajectory.*System"),
+        (lambda: mlp_force(TANH), "system is an MLP.*System"),
         (lambda: mlp_force(hs.integrate(TANH, X, times=[1.0]), per_token=1), "per_token is 1.*True or False"),
     ],
 )
@@ -229,7 +229,7 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
 
 def test_the_speed_of_attention_before_a_layernorm_leaves_out_the_mean_over_coordinates():
     recording = record(tiny_model("gpt2", dtype=F64), inputs_of("gpt2", batch=2, n=5))
-    seen = mlp_force(recording).attention_tangential_speed.values[0]
+    seen = mlp_force(recording).attention_tangential_length.values[0]
     y, after = recording.residual_stream(depth=0), recording.residual_stream(depth=1)
     x = y - y.mean(-1, keepdim=True)
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)

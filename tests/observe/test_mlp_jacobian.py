@@ -69,7 +69,7 @@ def test_shares_are_the_loops_over_tokens(force):
                     "antisymmetric_share_weighted": share_of(root @ jacobian @ root),
                     "positive_trace_share": float(jacobian.trace() > 0),
                     "weighted_trace": (jacobian @ covariance).trace().item(),
-                    "covariance_rank_limit": min(len(tokens) - 1, D),
+                    "covariance_rank_bound": min(len(tokens) - 1, D),
                 }
             )
         for name in rows[0]:
@@ -141,7 +141,9 @@ def test_coherence_alignment_and_their_references():
     table = (unit[0] @ unit[1].T).abs()
     assert null.mean().item() == pytest.approx(table.mean().item(), abs=4 * null.std().item() / math.sqrt(4000))
     seen = mlp_weights(hs.integrate(dead, hs.sphere.retract(X[..., :2]), times=[0.0]))
-    assert (seen.dead_neurons.item(), seen.alignment.item()) == pytest.approx((1, cosine.nanmean().item()))
+    assert (seen.constant_neuron_count.item(), seen.neuron_alignment_mean.item()) == pytest.approx(
+        (1, cosine.nanmean().item())
+    )
     half = math.sqrt(0.5)  # e_1, (1, 1), 0 and e_2: the second row is at 45 degrees to the other two
     assert neuron_coherence(dead).tolist() == pytest.approx([half, half, math.nan, half], nan_ok=True, rel=1e-14)
     assert seen.neuron_coherence[0].values.tolist() == pytest.approx([half, half, math.nan, half], nan_ok=True)
@@ -168,7 +170,7 @@ def test_weights_agree_with_the_training_history():
     recording = record("A", ["Once upon a time"])
     history = hs.models.training_history("A").isel(step=-1)
     seen = mlp_weights(recording, permutations=10)
-    for name in ("coherence_max", "coherence_mean", "alignment"):
+    for name in ("coherence_max", "coherence_mean", "neuron_alignment_mean"):
         np.testing.assert_allclose(seen[name], history[name], atol=2e-3)
 
 
@@ -186,7 +188,7 @@ def test_the_projection_finds_a_gradient_and_a_rotated_one():
     assert fitted < float(shares[1].swirl_share_bound.mean()) < 1.5 * fitted
     assert float(shares[1].swirl_share_bound.min()) > 1e4 * float(shares[0].swirl_share_bound.max())
     assert shares[0].swirl_share_bound.dims == ("time", "system")
-    few = mlp_swirl_bound(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, tokens=100, progress=False)
+    few = mlp_swirl_bound(hs.integrate(gradient, CLOUDS, times=[0.0]), neurons=2, max_tokens=100, progress=False)
     assert (
         shares[0].swirl_share_bound.mean()
         < few.swirl_share_bound.mean()
@@ -215,7 +217,7 @@ def test_the_bound_of_a_neuron_that_writes_across_what_it_reads(activation, shar
     x = hs.sphere.retract(torch.randn(4, 2048, d, dtype=F64, generator=torch.Generator().manual_seed(3)))
     axes = torch.eye(d, dtype=F64)
     mlp = MLP(w_in=math.sqrt(d) * axes[:1], w_out=axes[1:2].T, activation=activation)
-    found = mlp_swirl_bound(hs.integrate(mlp, x, times=[0.0]), tokens=8192)
+    found = mlp_swirl_bound(hs.integrate(mlp, x, times=[0.0]), max_tokens=8192)
     assert found.swirl_share_bound.values.mean() == pytest.approx(share, abs=0.02)
     assert float(found.swirl_share_bound_quadratic.mean()) > float(found.swirl_share_bound.mean()) + 0.005
 

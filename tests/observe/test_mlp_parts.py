@@ -72,7 +72,7 @@ def test_both_coordinates_and_the_sphere_of_the_norm(mlp, norm):
                     "swirl_length_mlp_input": unfolded.swirl(z).norm(),
                     "harmonic_length": folded.harmonic(x).norm(),
                     "force_length": f.norm(),
-                    "tangential_speed": (basis @ f).norm(),
+                    "tangential_force_length": (basis @ f).norm(),
                     "surface_divergence": sum(b @ jacobian @ b for b in basis) - len(basis) * (x @ f),
                     "trace": jacobian.trace(),
                 }

@@ -154,7 +154,7 @@ def share_of_block(block: torch.nn.Module, states: torch.Tensor, token: int) -> 
 def test_a_small_model_agrees_with_its_block_written_out() -> None:
     model = small_gpt2()
     recording = hs.record(model, IDS)
-    measured = mobility_test(recording, tokens=20)
+    measured = mobility_test(recording, sampled_tokens=20)
     for layer in (0, 1):
         block, states = model.transformer.h[layer], recording.residual_stream(depth=2 * layer)[0]
         single = [share_of_block(block, states, token) for token in range(1, 9)]
@@ -185,7 +185,7 @@ def test_slopes_of_rotary_grouped_heads_give_the_divergence() -> None:
                     found[context.layer, row, k + 1] = float((field.onto @ field.drift_slopes).trace())
             self._halves = {}
 
-    instrument = Divergences(recording, tokens=8, seed=0, tol=1e-6)
+    instrument = Divergences(recording, sampled_tokens=8, seed=0, tol=1e-6)
     instrument.slopes = RecordedSlopes(recording, instrument.sampled)
     instrument.slopes.feed(instrument, None)
     for (layer, row, token), trace in found.items():
@@ -220,13 +220,13 @@ def test_a_simulated_block_agrees_with_automatic_differentiation() -> None:
             return torch.linalg.pinv(sigma, rtol=1e-6, hermitian=True) @ force
 
         single.append(share_of(solved, parts(x[0, i])[0], x[0, i]))
-    measured = mobility_test(run, tokens=10)
+    measured = mobility_test(run, sampled_tokens=10)
     assert float(measured.antisymmetric_share[0, 0]) == pytest.approx(np.mean(single), rel=1e-9)
 
 
 def test_values_do_not_depend_on_chunks_and_single_keys_have_none() -> None:
     model = small_gpt2()
-    whole, parts = (mobility_test(hs.record(model, IDS, batch_size=size), tokens=2, seed=3) for size in (2, 1))
+    whole, parts = (mobility_test(hs.record(model, IDS, batch_size=size), sampled_tokens=2, seed=3) for size in (2, 1))
     for name in ("antisymmetric_share", "antisymmetric_share_null", "outside_range"):
         assert whole[name].values == pytest.approx(parts[name].values, rel=1e-6)
     alone = mobility_test(hs.record(model, IDS[:, :1]))

@@ -79,3 +79,11 @@ def test_texts_without_pairs_are_named_by_a_warning():
     assert seen.mean_inner_product.isnull().all("depth").values.tolist() == [True, False, True]
     with pytest.warns(UserWarning, match=r"for texts\[0\], of which too few tokens count: means leave it out"):
         hs.overview(hs.record(model, ["a"], tokenizer=words), beta=1.0)
+
+
+def test_measurements_say_what_they_are_of():
+    simulation = hs.integrate(hs.SA(beta=4.0), torch.eye(3), times=[0.0, 1.0], noise=hs.fields.IsotropicNoise(nu=0.1))
+    told = {"system": "SA(beta=4) with IsotropicNoise(nu=0.1)"}
+    assert told.items() <= hs.overview(simulation).attrs.items()
+    assert told.items() <= hs.measure(simulation, only=["depth_steps", "arc_length"])["depth_steps"].attrs.items()
+    assert hs.plot(hs.overview(simulation)).get_suptitle().startswith(told["system"] + "\n")

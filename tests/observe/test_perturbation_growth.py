@@ -131,7 +131,7 @@ def test_singular_values_exponents_and_stretch_agree_with_the_whole_jacobian():
             growth = np.log(np.abs(np.diag(after))) - np.log(np.abs(np.diag(before)))
             assert measured.growth.values[k, prompt] == pytest.approx(growth, abs=1e-9)
             sums += growth
-        assert measured.exponent.values[prompt] == pytest.approx(sums / (images.shape[1] - 1), abs=1e-9)
+        assert measured.lyapunov_exponent.values[prompt] == pytest.approx(sums / (images.shape[1] - 1), abs=1e-9)
     assert measured.stretch.values == pytest.approx(images.square().sum(-1).mean(0).sqrt().numpy(), rel=1e-12)
 
 
@@ -168,7 +168,7 @@ def test_a_linear_flow_in_closed_form():
         exact = torch.linalg.svdvals(jacobian)
         assert measured.singular_value.values[b] == pytest.approx(exact.numpy(), rel=1e-6)
         # the product of all singular values is the volume growth, and so the sum of all exponents
-        assert float(measured.exponent[b].sum()) == pytest.approx(float(exact.log().sum()), abs=1e-6)
+        assert float(measured.lyapunov_exponent[b].sum()) == pytest.approx(float(exact.log().sum()), abs=1e-6)
 
 
 def test_one_token_of_sa_among_frozen_ones_in_closed_form():
@@ -189,9 +189,10 @@ def test_an_attracting_cluster_and_its_repulsive_mirror():
     north = torch.eye(3, dtype=F64)[:1].expand(1, 4, 3)
     times = [0.0, 0.5, 1.0]
     found = perturbation_growth(integrate(SA(beta=3.0), north, times=times))
-    assert found.exponent.values == pytest.approx(np.full((1, 2), -0.75), abs=1e-6)  # 3 of 4 tokens pull it back
+    # 3 of 4 tokens pull it back
+    assert found.lyapunov_exponent.values == pytest.approx(np.full((1, 2), -0.75), abs=1e-6)
     pushed = perturbation_growth(integrate(SA(beta=3.0, value=-torch.eye(3, dtype=F64)), north, times=times))
-    assert pushed.exponent.values == pytest.approx(np.full((1, 2), 0.75), abs=1e-6)
+    assert pushed.lyapunov_exponent.values == pytest.approx(np.full((1, 2), 0.75), abs=1e-6)
     assert found.growth.values[1:] == pytest.approx(np.full((2, 1, 2), -0.375), abs=1e-6)
 
 
@@ -222,7 +223,7 @@ def test_angles_that_double_have_the_exponent_log_two():
     start = retract(randn(1, 2, 2))
     run = integrate(Doubling(), start, times=list(range(7)), stepper=Layer(1.0))
     measured = perturbation_growth(run, directions=1)
-    assert float(measured.exponent[0, 0]) == pytest.approx(math.log(2), abs=1e-9)
+    assert float(measured.lyapunov_exponent[0, 0]) == pytest.approx(math.log(2), abs=1e-9)
 
 
 def test_directions_are_independent_of_a_start_with_the_same_seed():
@@ -233,9 +234,9 @@ def test_directions_are_independent_of_a_start_with_the_same_seed():
 
 def test_several_tokens_are_averaged():
     recording = recording_of("gpt2")
-    two = perturbation_growth(recording, directions=1, iterations=0, tokens=2)
+    two = perturbation_growth(recording, directions=1, iterations=0, sampled_tokens=2)
     assert "singular_value" not in two
-    assert two.attrs["tokens"] == 2
+    assert two.attrs["sampled_tokens"] == 2
     assert two.growth.shape == (len(recording.trajectory.times), 2, 1)
 
 

@@ -57,7 +57,7 @@ SMALL = {  # the arguments of those that need some, or would take long
     "loss_under_edits": {"edits": CUT},
     "matched_flow_times": {"flow": RECORDING},
     "measure": {"only": ["arc_length", "kernel_statistics"]},
-    "mobility_test": {"tokens": 2},
+    "mobility_test": {"sampled_tokens": 2},
     "noise_table_as_printed": {"draws": 2},
     "overview": {"beta": 1.0},
     "query_key_noise": {"draws": 1},

@@ -128,7 +128,7 @@ def test_chunks_and_tokens_that_do_not_count_change_nothing(monkeypatch: pytest.
 def test_memory_bounds_the_prompts_that_are_differentiated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from helmscope.observe import query_slopes
 
-    whole = hs.observe.mobility_test(hs.record(gpt2(), IDS), tokens=2)
+    whole = hs.observe.mobility_test(hs.record(gpt2(), IDS), sampled_tokens=2)
     monkeypatch.setattr(query_slopes, "MEMORY", 1)
-    parts = hs.observe.mobility_test(hs.record(gpt2(), IDS), tokens=2)
+    parts = hs.observe.mobility_test(hs.record(gpt2(), IDS), sampled_tokens=2)
     assert whole.antisymmetric_share.values == pytest.approx(parts.antisymmetric_share.values, rel=1e-6)

@@ -38,7 +38,7 @@ def test_the_measurement_against_dense_matrices(family):
         s, found = (m + m.T) / 2, metric.sel(layer=layer, head=head)
         values = torch.linalg.eigvalsh(s)
         assert float(found.symmetric_share) == pytest.approx(float((s.norm() / m.norm()) ** 2), abs=1e-12)
-        assert float(found.alignment) == pytest.approx(float((m * o).sum() / m.norm() / o.norm()), abs=1e-12)
+        assert float(found.qk_ov_alignment) == pytest.approx(float((m * o).sum() / m.norm() / o.norm()), abs=1e-12)
         negative = float(values.clamp(max=0).square().sum() / values.square().sum())
         assert float(found.negative_eigenvalue_share) == pytest.approx(negative, abs=1e-12)
         assert int(found.positive_eigenvalue_count) == int((values > 1e-10).sum())

@@ -25,7 +25,7 @@ from helmscope.stats import reduce_replicates
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
-KL, ENTROPY, TOP = "kl", "entropy_change", "top_token_agreement"
+KL, ENTROPY, TOP = "kl", "prediction_entropy_change", "top_token_agreement"
 ALL = list(NoiseKind)
 
 
@@ -133,7 +133,11 @@ def planted(c_query=1.0, c_key=3.0, power=2.0):
     coords = {"site": ["query", "key"], "sigma": sigma, "draw": [0, 1]}
     data = {"kl": (("site", "sigma", "draw", "prompt"), kl)}
     mean = np.broadcast_to(kl.mean(2, keepdims=True), kl.shape)
-    for effect, slope in (("entropy_change", 1.0), ("top_token_agreement", -0.1), ("top_key_agreement", 0.0)):
+    for effect, slope in (
+        ("prediction_entropy_change", 1.0),
+        ("top_token_agreement", -0.1),
+        ("top_key_agreement", 0.0),
+    ):
         values = slope * np.log(mean)
         values[1] += 0.25
         data[effect] = (("site", "sigma", "draw", "prompt"), values)
@@ -148,13 +152,13 @@ def test_ratio_slope_and_kinds_in_closed_form():
     equal = query_key_noise_at_equal_kl(noise)
     low, high = 3 * 0.1**1.7, 0.4**1.7
     assert np.abs(equal.equal_kl - np.sqrt(low * high) * np.array([1, 2])).max() < 1e-14
-    for effect in ("entropy_change", "top_token_agreement", "top_key_agreement"):
+    for effect in ("prediction_entropy_change", "top_token_agreement", "top_key_agreement"):
         assert np.abs(equal[effect].sel(site="key") - equal[effect].sel(site="query") - 0.25).max() < 1e-12
-    assert np.abs(equal.entropy_change.sel(site="query") - np.log(equal.equal_kl)).max() < 1e-12
+    assert np.abs(equal.prediction_entropy_change.sel(site="query") - np.log(equal.equal_kl)).max() < 1e-12
     assert query_key_noise_at_equal_kl(planted(c_key=100.0)).equal_kl.isnull().all()  # no KL that both reach
-    with pytest.raises(HelmscopeError, match="noise has 1 sizes > 0, but a slope needs at least 2"):
+    with pytest.raises(HelmscopeError, match="measurement has 1 sizes > 0, but a slope needs at least 2"):
         query_key_noise_slope(noise.isel(sigma=[0]))
-    with pytest.raises(HelmscopeError, match="noise is an int, but it must be what query_key_noise returns"):
+    with pytest.raises(HelmscopeError, match="measurement is an int, but it must be what query_key_noise returns"):
         query_key_noise_ratio(3)
 
 

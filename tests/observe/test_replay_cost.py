@@ -106,7 +106,7 @@ CLOUDS = hs.sphere.retract(normal(2, 100, 5))
 def test_only_what_needs_the_jacobian_is_sampled():
     """With 7 of 100 tokens, the antisymmetric share is the mean over these; the rest is that of all tokens."""
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
-    seen, whole = mlp_force(run, tokens=7), mlp_force(run, tokens=None)
+    seen, whole = mlp_force(run, sampled_tokens=7), mlp_force(run, sampled_tokens=None)
     places = [round(99 * k / 6) for k in range(7)]
     for system in range(2):
         shares, radial, rest = [], [], []
@@ -136,7 +136,12 @@ def test_the_number_of_evaluated_tokens(monkeypatch):
 
     monkeypatch.setattr(JacobianAlgebra, "invariants", counting)
     run = hs.integrate(MLP_24, CLOUDS, times=[0.0])
-    for options, each in (({}, 32), ({"tokens": 9}, 9), ({"tokens": None}, 100), ({"per_token": True}, 100)):
+    for options, each in (
+        ({}, 32),
+        ({"sampled_tokens": 9}, 9),
+        ({"sampled_tokens": None}, 100),
+        ({"per_token": True}, 100),
+    ):
         counted.clear()
         mlp_force(run, **options)
         assert counted == [2 * each], options
@@ -145,7 +150,7 @@ def test_the_number_of_evaluated_tokens(monkeypatch):
 def test_refused_samples():
     for bad in (0, -1, 2.5, True):
         with pytest.raises(hs.HelmscopeError, match="tokens is"):
-            MlpForce(tokens=bad)
+            MlpForce(sampled_tokens=bad)
 
 
 # ---- memory and products

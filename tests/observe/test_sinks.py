@@ -37,10 +37,10 @@ class Seen(hs.Instrument):
         self.keep(context, {"length": tensors.radius.mean(-1)})
 
 
-def of_head(kernel, value, first_query):
+def of_head(kernel, value, first_position):
     """All quantities of one head of one prompt, by loops over queries and keys; checks the identity on the way."""
     n, lambdas, masses, ratios = len(kernel), [], [], []
-    for t in range(first_query, n):
+    for t in range(first_position, n):
         weight = kernel[t, 0]
         lambdas.append(weight)
         masses.append(sum(kernel[t, j] for j in range(n)))
@@ -63,17 +63,17 @@ def of_head(kernel, value, first_query):
     }
 
 
-@pytest.mark.parametrize("first_query", [0, 1, 3])
+@pytest.mark.parametrize("first_position", [0, 1, 3])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss"])
-def test_models_agree_with_loops(family, first_query):
+def test_models_agree_with_loops(family, first_position):
     """Biased values, values shared by two query heads each, and rows that sum to less than 1."""
     seen = Seen()
     recording = record(tiny_model(family, dtype=F64), inputs_of(family, batch=2, n=6))
-    measured = recording.replay(seen, AttentionSinks(first_query=first_query))["attention_sinks"]
+    measured = recording.replay(seen, AttentionSinks(first_position=first_position))["attention_sinks"]
     for layer, (kernel, value) in enumerate(seen.layers):
         per_value = kernel.shape[1] // value.shape[1]
         for prompt, head in np.ndindex(kernel.shape[:2]):
-            expected = of_head(kernel[prompt, head], value[prompt, head // per_value], first_query)
+            expected = of_head(kernel[prompt, head], value[prompt, head // per_value], first_position)
             actual = measured.isel(layer=layer, prompt=prompt, head=head)
             assert set(expected) == set(actual.data_vars)
             for name, number in expected.items():
@@ -88,9 +88,9 @@ def test_the_decomposition_at_the_sink_is_an_identity(family):
     for kernel, value in seen.layers:
         values = value.repeat(kernel.shape[1] // value.shape[1], 1)
         for sink in (0, 3):
-            split = sink_decomposition(torch.from_numpy(kernel), torch.from_numpy(values), sink=sink)
-            weight, context = split.weight.unsqueeze(-1), split.context
-            whole = weight * split.sink.unsqueeze(-2) + (1 - weight) * context
+            split = sink_decomposition(torch.from_numpy(kernel), torch.from_numpy(values), sink_position=sink)
+            weight, context = split.sink_weight.unsqueeze(-1), split.context_value
+            whole = weight * split.sink_value.unsqueeze(-2) + (1 - weight) * context
             expected = torch.from_numpy(kernel) @ torch.from_numpy(values)
             defined = (weight != 1).expand(expected.shape)
             assert float((whole - expected)[defined].abs().max()) < 1e-13
@@ -100,7 +100,7 @@ def test_the_decomposition_at_the_sink_is_an_identity(family):
             np.testing.assert_allclose(context[p, h, t], sum(others) / (1 - kernel[p, h, t, sink]), rtol=1e-12)
     # under a causal mask the first query sees nothing but the sink
     if family == "gpt2":
-        assert bool(sink_decomposition(torch.eye(2), torch.ones(2, 1)).context[0].isnan().all())
+        assert bool(sink_decomposition(torch.eye(2), torch.ones(2, 1)).context_value[0].isnan().all())
 
 
 def test_writes_from_the_sink_do_not_depend_on_the_basis_inside_the_heads():
@@ -161,7 +161,7 @@ def test_a_planted_sink():
 
 def test_the_context_is_undefined_where_the_sink_has_all_weight():
     recording = record(tiny_model("gpt2", dtype=F64), torch.tensor([[5], [6]]))
-    alone = attention_sinks(recording, first_query=0)
+    alone = attention_sinks(recording, first_position=0)
     assert (alone.first_token_mass == 1).all()
     assert alone.sink_value_norm_ratio.isnull().all()
     assert all(values.isnull().all() for values in attention_sinks(recording).data_vars.values())  # no query is left
@@ -228,15 +228,15 @@ def test_a_value_bias_makes_only_the_raw_cosine_large():
 
 def test_bad_input():
     recording = record(tiny_model("gpt2"), SAME[:1])
-    with pytest.raises(HelmscopeError, match="first_query is -1, but it must be a whole number >= 0"):
-        attention_sinks(recording, first_query=-1)
-    with pytest.raises(HelmscopeError, match=r"first_query is 1\.5, but"):
-        AttentionSinks(first_query=1.5)
+    with pytest.raises(HelmscopeError, match="first_position is -1, but it must be a whole number >= 0"):
+        attention_sinks(recording, first_position=-1)
+    with pytest.raises(HelmscopeError, match=r"first_position is 1\.5, but"):
+        AttentionSinks(first_position=1.5)
     with pytest.raises(HelmscopeError, match="system has 1 prompt, but constancy over them needs at least 2"):
         sink_constancy(recording)
-    with pytest.raises(HelmscopeError, match="sink is 4, but the kernel has positions 0 to 3"):
-        sink_decomposition(torch.eye(4), torch.ones(4, 2), sink=4)
+    with pytest.raises(HelmscopeError, match="sink_position is 4, but the kernel has positions 0 to 3"):
+        sink_decomposition(torch.eye(4), torch.ones(4, 2), sink_position=4)
     with pytest.raises(HelmscopeError, match=r"values is a tensor \(3, 2\), but it must be a tensor of shape \(4,\)"):
         sink_decomposition(torch.eye(4), torch.ones(3, 2))
-    with pytest.raises(HelmscopeError, match="system is int, but it must be a System"):
+    with pytest.raises(HelmscopeError, match="system is an int, but it must be a System"):
         attention_sinks(3)

@@ -258,7 +258,9 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
         lambda seen: hs.observe.inner_product_histogram(seen),
         lambda seen: hs.track(seen, order=hs.order_parameter),
     ):
-        assert observe(run).identical(observe(run.trajectory))
+        of_run = observe(run)
+        assert of_run.attrs.pop("system", "SA(beta=1)") == "SA(beta=1)"  # what bare states do not know
+        assert of_run.identical(observe(run.trajectory))
         with pytest.raises(hs.HelmscopeError, match=r"^system is a Tensor, but it must be"):
             observe(run.states)
 

@@ -26,10 +26,10 @@ def made_up(critical, fold):
     order = [np.where(nu < f, j + np.sqrt(np.clip(f - nu, 0, None)), 0) for f, j in zip(fold, jumps, strict=True)]
     return xr.Dataset(
         {
-            "order": (("beta", "nu"), order),
+            "order_parameter": (("beta", "nu"), order),
             "critical_nu": ("beta", critical),
             "fold_nu": ("beta", fold),
-            "fold_order": ("beta", jumps),
+            "fold_order_parameter": ("beta", jumps),
             "continuous": ("beta", continuous),
         },
         {"nu": nu, "beta": np.arange(1.0, 1 + len(critical))},
@@ -50,8 +50,9 @@ def test_a_diagram_has_a_curve_for_each_beta_that_ends_at_its_critical_nu():
     for k, label in enumerate(("beta = 0", "beta = 4")):
         (curve,) = lines(orders, label)
         assert curve[-1] == pytest.approx([float(diagram.critical_nu[k]), 0], abs=1e-12)
-        known = diagram.isel(beta=k).where(diagram.order.isel(beta=k) > 0, drop=True)
-        assert np.interp(known.nu, *curve.T) == pytest.approx(known.order.values, abs=2e-3)  # 200 points of a curve
+        known = diagram.isel(beta=k).where(diagram.order_parameter.isel(beta=k) > 0, drop=True)
+        # 200 points of a curve
+        assert np.interp(known.nu, *curve.T) == pytest.approx(known.order_parameter.values, abs=2e-3)
     (boundary,) = lines(plane, "nu_c")
     assert boundary[:, 0].tolist() == [0.0, 4.0]
     assert lines(plane, "fold") == []
@@ -104,12 +105,14 @@ def test_the_unstable_branch_leads_from_nu_c_to_the_fold():
     (branch,) = lines(plot(diagram).axes[0], "_unstable")
     branch = branch[np.isfinite(branch[:, 0])]
     assert branch[0] == pytest.approx([float(diagram.critical_nu[1]), 0])
-    assert branch[-1] == pytest.approx([float(diagram.fold_nu[1]), float(diagram.fold_order[1])])
+    assert branch[-1] == pytest.approx([float(diagram.fold_nu[1]), float(diagram.fold_order_parameter[1])])
     assert (np.diff(branch, axis=0) > 0).all()
 
 
 def test_other_datasets_are_refused():
-    with pytest.raises(HelmscopeError, match=r"diagram lacks order, but it must be a result of bifurcation_diagram"):
+    with pytest.raises(
+        HelmscopeError, match=r"diagram lacks order_parameter, but it must be a result of bifurcation_diagram"
+    ):
         bifurcation_figure(xr.Dataset())
 
 

@@ -140,7 +140,7 @@ def test_measurements_of_a_simulation_over_time():
     tracked = hs.track(simulation(), order=hs.order_parameter)
     (panel,) = hs.plot(tracked).axes
     assert (panel.get_xlabel(), panel.get_yscale()) == ("time", "linear")
-    assert hs.plot(tracked).get_suptitle() == "mean over 5 systems; band: 95 % interval"
+    assert hs.plot(tracked).get_suptitle() == "SA(beta=1)\nmean over 5 systems; band: 95 % interval"
     measured = hs.overview(simulation(), beta=1.0)
     figure = hs.plot(measured, variables=["close_pair_share", "inner_product_histogram", "interaction_energy"])
     titles = [panel.get_title(loc="left") for panel in figure.axes]
@@ -150,9 +150,9 @@ def test_measurements_of_a_simulation_over_time():
     (panel,) = hs.plot(tracked.order).axes
     assert panel.get_title(loc="left") == "order parameter"
     alone = hs.track(hs.integrate(hs.SA(beta=1.0), torch.eye(3), times=[0.0, 1.0]), order=hs.order_parameter)
-    assert hs.plot(alone).get_suptitle() == "1 system: no interval"
+    assert hs.plot(alone).get_suptitle() == "SA(beta=1)\n1 system: no interval"
     statistics = hs.measure(simulation())["kernel_statistics"]
-    assert len(hs.plot(statistics, variables=["entropy", "row_mass"]).axes) == 2
+    assert len(hs.plot(statistics, variables=["row_entropy", "row_mass"]).axes) == 2
 
 
 def test_an_overview_has_the_figure_that_simulate_writes():
@@ -160,7 +160,7 @@ def test_an_overview_has_the_figure_that_simulate_writes():
     assert svg(hs.plot(measured)) == svg(hs.plots.overview_figure(measured))
     titles = [panel.get_title(loc="left") for panel in hs.plot(measured).axes]
     assert titles[0] == "share of pairs that have met"
-    assert hs.plot(measured).get_suptitle().startswith("mean over 5 systems; band: 95 % interval")
+    assert hs.plot(measured).get_suptitle().startswith("SA(beta=1)\nmean over 5 systems; band: 95 % interval")
 
 
 def test_losses_with_and_without_edits_have_different_titles():
@@ -307,3 +307,20 @@ def test_rounding_is_not_magnified_and_axes_have_no_offset():
     for panel in (real, small):
         values = [float(text.get_text().replace("−", "-")) for text in panel.get_yticklabels()]
         assert values == pytest.approx(panel.get_yticks(), abs=1e-12)
+
+
+def test_chosen_heads_are_named_points_and_chosen_layers_leave_no_gap():
+    values = np.full((3, 2, 2), np.nan)
+    values[:, 0, 0], values[:, 1, 1] = [0.1, 0.2, 0.3], [1.0, 2.0, 3.0]
+    axes = ("prompt", "layer", "head")
+    few = hs.plot(xr.Dataset({"x": (axes, values)}, {"layer": [0, 7], "head": [2, 4]})).axes[0]
+    assert [text.get_text() for text in few.get_xticklabels()] == ["L0H2", "L7H4"]
+    points = np.concatenate([line.get_xydata() for line in few.lines if len(line.get_xdata()) == 2])
+    assert {(0.0, 0.2), (1.0, 2.0)} <= {(round(x, 9), round(y, 9)) for x, y in points.tolist()}
+    one = hs.plot(xr.Dataset({"x": (axes, values[:, :1, :1])}, {"layer": [0], "head": [2]})).axes[0]
+    assert [text.get_text() for text in one.get_xticklabels()] == ["L0H2"]
+    table = np.arange(3 * 2 * 7.0).reshape(3, 2, 7)
+    panel = hs.plot(xr.Dataset({"x": (axes, table)}, {"layer": [0, 11], "head": range(7)})).axes[0]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["0", "11"]
+    assert panel.get_ylim() == (1.5, -0.5)
+    assert panel.get_xlim() == (-0.5, 6.5)

@@ -28,7 +28,7 @@ class Everything(hs.Instrument):
     """Keeps all that passes, by layer and half, and the number of tokens of each system."""
 
     name = "everything"
-    needs = ~(hs.types.Needs.NOTHING | hs.types.Needs.OUTPUT)  # which heads before a norm do not have
+    needs = ~(hs.types.Needs.NOTHING | hs.types.Needs.OUTPUT_MATRIX)  # which heads before a norm do not have
 
     def __init__(self, needs=None):
         self.needs = self.needs if needs is None else needs

@@ -85,15 +85,17 @@ def draw_weights(size: int, count: int, generator: torch.Generator) -> Values:
     for _ in range(count):
         force = MLP(w_in=normals(generator, size, READ), w_out=normals(generator, READ, size))
         rows.append(mlp_weights(hs.integrate(force, x, times=[0.0]), permutations=4))
-    names = {name: name for name in ("coherence_mean", "alignment", "alignment_absolute")}
-    names["alignment_permuted"] = "alignment_absolute_null"
+    names = {name: name for name in ("coherence_mean", "neuron_alignment_mean", "neuron_alignment_absolute")}
+    names["neuron_alignment_permuted"] = "neuron_alignment_absolute_null"
     return {key: xr.DataArray([row[name].item() for row in rows], dims="prompt") for key, name in names.items()}
 
 
 def weights_truths(size: int) -> dict[str, float]:
     """The mean |cos| of independent directions in R^d is Gamma(d/2) / (sqrt(pi) Gamma((d + 1)/2))."""
     mean = math.gamma(READ / 2) / math.sqrt(math.pi) / math.gamma((READ + 1) / 2)
-    return dict.fromkeys(("coherence_mean", "alignment_absolute", "alignment_permuted"), mean) | {"alignment": 0.0}
+    return dict.fromkeys(("coherence_mean", "neuron_alignment_absolute", "neuron_alignment_permuted"), mean) | {
+        "neuron_alignment_mean": 0.0
+    }
 
 
 def draw_gates(size: int, count: int, generator: torch.Generator) -> Values:
@@ -170,13 +172,15 @@ def draw_flow(size: int, count: int, generator: torch.Generator) -> Values:
     measured = perturbation_growth(run, directions=1, seed=seed, progress=False)
     last = measured.isel(time=-1)
     return (
-        picked(measured, "exponent") | picked(last, "stretch") | picked(last.assign(square=last.stretch**2), "square")
+        picked(measured, "lyapunov_exponent")
+        | picked(last, "stretch")
+        | picked(last.assign(square=last.stretch**2), "square")
     )
 
 
 def flow_truths(size: int) -> dict[str, float]:
     square = sum(each ** (2 * size) for each in STRETCH) / 2
-    return {"exponent": math.log(STRETCH[0]), "square": square, "stretch": math.sqrt(square)}
+    return {"lyapunov_exponent": math.log(STRETCH[0]), "square": square, "stretch": math.sqrt(square)}
 
 
 EIGENVALUES = (1.0, 0.6, 0.3, -0.2, -0.4)

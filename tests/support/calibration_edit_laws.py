@@ -190,7 +190,7 @@ def draw_metric(size: int, count: int, generator: torch.Generator) -> Values:
     heads = HeadMatrices(queries, keys, values, outputs.mT.contiguous(), METRIC_DIM)
     return {
         "symmetric_share": _over_prompts(symmetric_share(queries, keys).numpy()),
-        "alignment": _over_prompts(qk_ov_alignment(heads).numpy()),
+        "qk_ov_alignment": _over_prompts(qk_ov_alignment(heads).numpy()),
     }
 
 
@@ -238,7 +238,7 @@ CLOUD = subspace(SHARE)[0]
 def draw_cloud(size: int, count: int, generator: torch.Generator) -> Values:
     """Tokens near a plane, to which the MLP moves them by half of the way."""
     rows = torch.randint(WORDS, (count, TOKENS), generator=generator)
-    measured = cloud_projection(record(CLOUD, rows), tokens=size, seed=_seed(generator), progress=False)
+    measured = cloud_projection(record(CLOUD, rows), sampled_tokens=size, seed=_seed(generator), progress=False)
     data = measured.isel(layer=0)
     return {name: _over_prompts(data[name].values) for name in ("growth_ratio", "idempotence_defect")}
 
@@ -269,7 +269,7 @@ EDIT_LAWS = (
         "rows",
         (2, 8),
         draw_metric,
-        lambda size: {"symmetric_share": (METRIC_DIM + 1) / (2 * METRIC_DIM), "alignment": 0.0},
+        lambda size: {"symmetric_share": (METRIC_DIM + 1) / (2 * METRIC_DIM), "qk_ov_alignment": 0.0},
     ),
     Law(
         "sink_constancy",

@@ -105,8 +105,8 @@ def draw_map(size: int, count: int, generator: torch.Generator) -> Values:
     x = directions(generator, count, size + 1)
     force = linear(torch.diag(STRETCH - 1))
     run = hs.integrate(force, x, times=[0.0, 1.0], stepper=Layer(1.0))
-    measured = mlp_entropy_change(run, tokens=size, progress=False).isel(time=0)
-    return picked(measured, "entropy_change", "surface_divergence")
+    measured = mlp_entropy_change(run, sampled_tokens=size, progress=False).isel(time=0)
+    return picked(measured, "entropy_change", "first_order_entropy_change")
 
 
 def map_truths(size: int) -> dict[str, float]:
@@ -117,7 +117,7 @@ def map_truths(size: int) -> dict[str, float]:
     length = math.log((3 * a + b) / 4)
     return {
         "entropy_change": math.log(a * b) - 2 * length,
-        "surface_divergence": (a + b - 2) - 2 * (3 * (a - 1) + b - 1) / 4,
+        "first_order_entropy_change": (a + b - 2) - 2 * (3 * (a - 1) + b - 1) / 4,
     }
 
 
@@ -135,7 +135,7 @@ def draw_energy(size: int, count: int, generator: torch.Generator, *, nu: float)
         stepper=hs.solve.StochasticHeun(0.01),
         seed=seed,
     )
-    measured = free_energy_along_depth(run, tokens=None, progress=False).isel(time=1)
+    measured = free_energy_along_depth(run, sampled_tokens=None, progress=False).isel(time=1)
     return picked(measured, *energy_truths(size, nu=nu))
 
 
@@ -160,7 +160,7 @@ def energy_truths(size: int, *, nu: float) -> dict[str, float]:
     work = [(1 - c4) / 2 - 2 * nu * c2 for c2, c4 in (first, last)]
     predicted = TIME * sum(grown) / 2
     return {
-        "entropy_change": changed,
+        "gaussian_entropy_change": changed,
         "potential_term": -lifted,
         "free_energy_change": -nu * changed - lifted,
         "predicted_entropy_change": predicted,
@@ -204,7 +204,7 @@ TURNED = torch.tensor([[1.0, 0.6, 0.0], [-0.2, 0.0, 0.5], [0.0, 0.1, -1.0]], dty
 def draw_whitening(size: int, count: int, generator: torch.Generator) -> Values:
     block = Block(SA(beta=0.0), linear(TURNED))
     run = hs.integrate(block, uniform(generator, count, size, 3), times=[0.0])
-    return picked(layer_whitening(run, tokens=size), *whitening_truths(size))
+    return picked(layer_whitening(run, sampled_tokens=size), *whitening_truths(size))
 
 
 @functools.cache
@@ -233,7 +233,7 @@ def whitening_truths(size: int) -> dict[str, float]:
         "antisymmetric_share_before": share,
         "antisymmetric_share_after": share,
         "antisymmetric_share_change": 0.0,
-        "variation": 1 / 2,
+        "sigma_variation": 1 / 2,
         "commutator": 0.0,
     }
 
@@ -241,7 +241,7 @@ def whitening_truths(size: int) -> dict[str, float]:
 def draw_mobility(size: int, count: int, generator: torch.Generator) -> Values:
     block = Block(SA(beta=0.0), linear(TURNED))
     run = hs.integrate(block, uniform(generator, count, size, 3), times=[0.0])
-    return picked(mobility_test(run, tokens=4, progress=False), *mobility_truths(size))
+    return picked(mobility_test(run, sampled_tokens=4, progress=False), *mobility_truths(size))
 
 
 def mobility_truths(size: int) -> dict[str, float]:

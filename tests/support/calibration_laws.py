@@ -23,7 +23,7 @@ from helmscope.observe.attention_diffusion import attention_diffusion, attention
 from helmscope.observe.attention_drift import attention_drift
 from helmscope.observe.attention_surface_divergence import attention_surface_divergence
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_noise
+from helmscope.observe.context_noise import context_group_noise
 from helmscope.observe.effective_beta import effective_beta
 
 F64 = torch.float64
@@ -93,8 +93,8 @@ def noise_truths(size: int) -> dict[str, float]:
 
 
 def draw_spectrum(size: int, count: int, generator: torch.Generator) -> Values:
-    names = ("total_anisotropy", "effective_share", "smallest_eigenvalue")
-    measured = attention_diffusion_spectrum(_cloud(size, count, generator), tokens=1)
+    names = ("total_anisotropy", "effective_dimension_share", "smallest_eigenvalue")
+    measured = attention_diffusion_spectrum(_cloud(size, count, generator), sampled_tokens=1)
     largest = measured.isel(eigenvalue=0)
     return picked(measured, *names) | picked(largest, "eigenvalue_share")
 
@@ -103,7 +103,7 @@ def spectrum_truths(size: int) -> dict[str, float]:
     """T Cov T is isotropic on d - 1 dimensions."""
     return {
         "total_anisotropy": 1 / (DIM - 1),
-        "effective_share": 1.0,
+        "effective_dimension_share": 1.0,
         "smallest_eigenvalue": 1.0,
         "eigenvalue_share": 1 / (DIM - 1),
     }
@@ -181,8 +181,8 @@ def draw_contexts(size: int, count: int, generator: torch.Generator) -> Values:
         ContextGroup(0, 0, 2, outputs[g], writes, halves[g], float(traces[g]), float(random[g]), float(KEYS))
         for g in range(count)
     ]
-    measured = context_noise(groups, seed=int(torch.randint(2**31, (1,), generator=generator)))
-    measured["normal_distance_excess"] = measured.normal_distance - measured.normal_distance_null
+    measured = context_group_noise(groups, seed=int(torch.randint(2**31, (1,), generator=generator)))
+    measured["kolmogorov_distance_excess"] = measured.kolmogorov_distance - measured.kolmogorov_distance_null
     return picked(measured, *context_truths(size))
 
 
@@ -194,14 +194,14 @@ def context_truths(size: int) -> dict[str, float]:
     return {
         "slope": (1 + SHARED) / (KEYS - 1),
         "r_squared": 1.0,
-        "r_squared_of_means": 1.0,
+        "r_squared_corrected": 1.0,
         "nu_context": (1 + SHARED) * trace / KEYS / 2,
-        "nu_token_sampling": trace * (KEYS - 1) / KEYS / 2,
-        "nu_random_values": trace / KEYS / 2,
+        "total_nu_token_sampling": trace * (KEYS - 1) / KEYS / 2,
+        "total_nu_random_values": trace / KEYS / 2,
         "cross_head_share": SHARED / (1 + SHARED),
-        "cross_token_share": 0.0,
-        "normal_distance": 0.0,
-        "normal_distance_excess": 0.0,
+        "cross_key_share": 0.0,
+        "kolmogorov_distance": 0.0,
+        "kolmogorov_distance_excess": 0.0,
     }
 
 

@@ -54,11 +54,11 @@ def kernel_rows(kernel: Matrix, first: int = 0) -> dict[str, Vector]:
     >>> kernel_rows([[1.0, 1.0], [0.0, 1.0]])["effective_keys"]
     [2.0, 1.0]
     """
-    seen: dict[str, Vector] = {name: [] for name in ("entropy", "effective_keys", "largest_weight")}
+    seen: dict[str, Vector] = {name: [] for name in ("row_entropy", "effective_keys", "largest_weight")}
     seen |= {"first_token_mass": [], "future_mass": []}
     for i, row in enumerate(normalized(kernel)):
         blind = not any(row)
-        seen["entropy"].append(math.nan if blind else -math.fsum(p * math.log(p) for p in row if p > 0))
+        seen["row_entropy"].append(math.nan if blind else -math.fsum(p * math.log(p) for p in row if p > 0))
         seen["effective_keys"].append(math.nan if blind else 1 / math.fsum(p * p for p in row))
         seen["largest_weight"].append(math.nan if blind else max(row))
         seen["first_token_mass"].append(math.nan if blind else row[first])
@@ -293,7 +293,7 @@ def drift_of_token(x: Vector, force: dict[str, Any]) -> dict[str, float]:
     rest = [f[a] - force["gradient"][a] - force["swirl"][a] for a in range(d)]
     return {
         "force_length": math.hypot(*f),
-        "tangential_speed": math.hypot(*[f[a] - radial * x[a] for a in range(d)]),
+        "tangential_force_length": math.hypot(*[f[a] - radial * x[a] for a in range(d)]),
         "radial_force": radial,
         "gradient_length_unit_sphere": math.hypot(*force["gradient"]),
         "swirl_length_unit_sphere": math.hypot(*force["swirl"]),

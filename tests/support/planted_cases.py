@@ -58,7 +58,7 @@ def other_constants(claim: str, constants: Mapping[str, Any]) -> Iterator[None]:
 
 
 PAIRS = {"tokens": attention.PAIR_TOKENS, "twin_prompts_quick": 4}
-SINKS = {"tokens": attention.SINK_TOKENS, "other_position": 6, "first_query": 2, "twins": 2}
+SINKS = {"tokens": attention.SINK_TOKENS, "other_position": 6, "first_position": 2, "twins": 2}
 SHORT = {"tokens": updates.TOKENS, "twins": 2}
 CASES = (
     PlantedCase("probe-metric", "values cancel", S, partial(attention.pairs, "values cancel"), PAIRS),

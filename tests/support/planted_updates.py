@@ -1,4 +1,5 @@
-"""Planted models for the claims about fragility and the shape of updates; the seed decides embeddings and texts.
+"""Planted models for the claims about damage of ablation and writes against the loss gradient; the seed decides
+embeddings and texts.
 
 - early-fragile: layers amplify, or damp, the coordinates that the embeddings avoid, so that noise in an early layer is
   amplified, or repaired, by all later ones. Blocks are linear: an MLP in the linear range of its activation, and

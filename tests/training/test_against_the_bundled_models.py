@@ -56,7 +56,7 @@ def test_plain_measures_and_observables_agree(training, name):
         "radius": path.radius[::2].mean((1, 2)),
         "mean_inner_product": hs.mean_inner_product(states).mean(-1),
         "aligned_pair_share": hs.observe.close_pair_share(states, delta=0.1).mean(-1),
-        "entropy": torch.stack(
+        "row_entropy": torch.stack(
             [hs.observe.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]
         ),
         "gate_sparsity": torch.stack([negative_share(recording, layer) for layer in layers]),

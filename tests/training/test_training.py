@@ -254,12 +254,14 @@ def test_measures_against_loops(training, name):
         for head in range(2):
             rows = weights[:, head].double().reshape(10, 5).tolist()
             entropy = np.mean([-sum(p * math.log(p) for p in row if p > 0) for row in rows])
-            assert found["entropy"][layer, head] == pytest.approx(entropy, abs=1e-6)
+            assert found["row_entropy"][layer, head] == pytest.approx(entropy, abs=1e-6)
     for block, (reads, writes) in enumerate(neurons(model, name)):
         inner = [abs(cosine(one, other)) for i, one in enumerate(reads) for j, other in enumerate(reads) if i != j]
         assert found["coherence_max"][block] == pytest.approx(max(inner), abs=1e-6)
         assert found["coherence_mean"][block] == pytest.approx(np.mean(inner), abs=1e-6)
-        assert found["alignment"][block] == pytest.approx(np.mean(list(map(cosine, reads, writes))), abs=1e-6)
+        assert found["neuron_alignment_mean"][block] == pytest.approx(
+            np.mean(list(map(cosine, reads, writes))), abs=1e-6
+        )
 
 
 def cosine(one, other):

@@ -58,7 +58,7 @@ def test_scipy_agrees() -> None:
         assert max(plan.marginal_errors) < 1e-14
         assert plan.status is PlanStatus.OPTIMAL
         assert "duality gap" in plan.outcome
-        assert torch.allclose(plan.couple(torch.ones(6, 1, dtype=torch.float64))[:, 0], a)
+        assert torch.allclose(plan.apply(torch.ones(6, 1, dtype=torch.float64))[:, 0], a)
 
 
 def test_permutations_are_found() -> None:

@@ -65,7 +65,7 @@ def test_attention_to_the_frozen_path_is_cross_attention() -> None:
     assert reference.path.shape == (9, 60, 3)
     general = replace(reference, field=hs.MultiHead([hs.SA(beta=2.0)]))  # by tokens without mass
     for k in (0, 4, 8):
-        wanted = hs.CrossAttention(beta=2.0, context=reference.path[k])(points)
+        wanted = hs.CrossAttention(beta=2.0, memory=reference.path[k])(points)
         for found in (reference, general):
             torch.testing.assert_close(found(points, t=k / 8), wanted, rtol=0, atol=1e-12)
 

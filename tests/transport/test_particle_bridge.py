@@ -241,7 +241,7 @@ def test_landing_over_twenty_systems(dim: int) -> None:
 def test_fields_of_the_library_are_references() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = source(40, 3, 1), target(40, 3, 2)
-    frozen = CrossAttention(beta=2.0, context=Uniform(n=8, dim=3).sample(seed=3))
+    frozen = CrossAttention(beta=2.0, memory=Uniform(n=8, dim=3).sample(seed=3))
     mlp = MLP(w_in=torch.randn(6, 3, generator=generator), w_out=torch.randn(3, 6, generator=generator) / 3)
     for field in (frozen, mlp):
         bridge = bridge_particles(x, y, noise=IsotropicNoise(0.3), reference=field, particles=200, steps=4, rounds=1)

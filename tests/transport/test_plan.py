@@ -18,7 +18,7 @@ def plan() -> Plan:
 def test_couplings_and_images(plan: Plan) -> None:
     assert plan.matrix.tolist() == [[0.25, 0.25, 0], [0, 0, 0.5]]
     assert plan.barycentric_projection[:, 0].tolist() == [2.5, 10]
-    assert plan.couple(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])).tolist() == [[0.5, 0.25], [0, 1]]
+    assert plan.apply(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])).tolist() == [[0.5, 0.25], [0, 1]]
     assert plan.value == pytest.approx(0.25 * 9 + 0.25 * 4 + 0.5 * 81)
     i, j, mass = plan.entries
     assert (i.tolist(), j.tolist(), mass.tolist()) == ([0, 0, 1], [1, 0, 2], [0.25, 0.25, 0.5])
@@ -47,7 +47,7 @@ def test_power_entropy_and_distance() -> None:
 def test_matrices_that_do_not_fit_are_refused() -> None:
     x = torch.linspace(0, 1, 2**14 + 1)[:, None]
     plan = line_plan(x, x + 1)
-    refused(lambda: plan.matrix, "16385 x 16385", "use couple")
+    refused(lambda: plan.matrix, "16385 x 16385", "use apply")
     assert plan.barycentric_projection.allclose(x + 1)
 
 

@@ -104,7 +104,7 @@ def check_gaussian(epsilon: float = 0.5) -> bool:
     images = torch.allclose(plan.barycentric_projection[inner], 0.4 + slope * x[inner], atol=1e-7)
     value = 0.16 + 1 + 0.36 - 2 * slope
     numbers = [float(plan.objective), float(plan.dual), float(plan.value)]
-    rows = torch.allclose(plan.couple(torch.ones_like(y))[:, 0], a, atol=1e-10)
+    rows = torch.allclose(plan.apply(torch.ones_like(y))[:, 0], a, atol=1e-10)
     return plan.ok and np.allclose(numbers, [wanted, wanted, value], atol=1e-8) and images and rows
 
 
@@ -155,7 +155,7 @@ def test_large_problems_have_the_same_solution(cost, p, reach, request):
     assert large.ok
     for name in ("value", "objective", "dual"):
         assert float(getattr(large, name)) == pytest.approx(float(getattr(small, name)), abs=1e-7)
-    torch.testing.assert_close(large.couple(values), small.matrix @ values, atol=1e-8, rtol=0)
+    torch.testing.assert_close(large.apply(values), small.matrix @ values, atol=1e-8, rtol=0)
     assert max(large.marginal_errors) <= 1e-9
 
 
@@ -243,11 +243,11 @@ def test_progress_and_silence():
 def test_global_settings_of_torch_change_nothing(small_storage):
     x, y, values = unit(100, 3).float(), unit(120, 3, seed=1).float(), normal(120, 2, seed=2).float()
     plain = sinkhorn(x, y, epsilon=0.2, cost=Euclidean())
-    coupled = plain.couple(values)
+    coupled = plain.apply(values)
     with torch.autocast("cpu"), torch.device("meta"):
         plan = sinkhorn(x, y, epsilon=0.2, cost=Euclidean())
         assert torch.equal(plan.objective, plain.objective)
-        assert torch.equal(plan.couple(values), coupled)
+        assert torch.equal(plan.apply(values), coupled)
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,11 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     text = refused(lambda: check_name("claim", "claim-numbr-17", many))
     assert text == "unknown claim 'claim-numbr-17': did you mean 'claim-number-17'?"
     text = refused(lambda: check_name("claim", "xumber", [*many, "zeta"]))
-    assert text.startswith("unknown claim 'xumber'; similar: ")
-    assert text.endswith(" (41 are allowed)")
+    assert text.startswith("unknown claim 'xumber'; similar: claim-number-")
     assert text.count(",") == 4
     assert "zeta" not in text
     text = refused(lambda: check_name("claim", "zet-of-mine", [*many, "zeta"]))
-    assert text == "unknown claim 'zet-of-mine'; 41 are allowed"
+    assert text == "unknown claim 'zet-of-mine'; similar: zeta"
     text = refused(lambda: check_name("claim", "zzz", many, listed_by="`helmscope claims list`"))
     assert text == "unknown claim 'zzz' (`helmscope claims list` prints all 40)"
     text = refused(lambda: check_name("claim", "xumber", ["number", *many], listed_by="`list`"))

@@ -101,7 +101,7 @@ def test_every_function_returns_one(tmp_path) -> None:
 
 def test_several_are_a_dict_with_a_short_display() -> None:
     assert isinstance(MEASURED, dict)
-    assert repr(MEASURED) == "<Measurements: 2 over 4 systems: kernel_statistics, depth_steps>"
+    assert repr(MEASURED) == "<Measurements: 2 of SA(beta=1) over 4 systems: kernel_statistics, depth_steps>"
     page = MEASURED._repr_html_()
     assert "kernel_statistics" in page
     assert "update_cosine" in page
@@ -109,10 +109,10 @@ def test_several_are_a_dict_with_a_short_display() -> None:
     assert [panel.get_title(loc="left")[:6] for panel in MEASURED.plot().axes[:1]] == ["kernel"]
     assert type(pickle.loads(pickle.dumps(MEASURED))) is Measurements
     assert type(RUN.replay(hs.observe.KernelStatistics())) is Measurements
-    assert repr(Measurements({"<b>": TRACKED})) == "<Measurements: 1 over 4 systems: <b>>"
+    assert repr(Measurements({"<b>": TRACKED})) == "<Measurements: 1 of SA(beta=1) over 4 systems: <b>>"
     assert "<b>" not in Measurements({"<b>": TRACKED})._repr_html_()
     reduced = Measurements({name: hs.reduce_replicates(each) for name, each in MEASURED.items()})
-    assert repr(reduced) == "<Measurements: 2: kernel_statistics, depth_steps>"
+    assert repr(reduced) == "<Measurements: 2 of SA(beta=1): kernel_statistics, depth_steps>"
 
 
 def test_all_of_a_model_are_one_line() -> None:
@@ -120,4 +120,4 @@ def test_all_of_a_model_are_one_line() -> None:
     whole = Measurements({"order": hs.track(recording, order=hs.order_parameter)})
     assert repr(whole) == "<Measurements: 1 of A (gpt2) over 2 prompts: order>"
     measured = hs.measure(recording, only=["arc_length", "depth_steps"])
-    assert repr(measured) == "<Measurements: 2 over 2 prompts: arc_length, depth_steps>"
+    assert repr(measured) == "<Measurements: 2 of A (gpt2) over 2 prompts: arc_length, depth_steps>"

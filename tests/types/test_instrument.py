@@ -53,7 +53,7 @@ def test_an_instrument_starts_afresh():
     instrument.start(PLAN)
     instrument.keep(context(2, 0, 3), {"new": torch.ones(3)})
     assert list(instrument.result()) == ["new"]
-    assert instrument.extra_forwards == 0
+    assert instrument.extra_forward_passes == 0
 
 
 def test_axes_have_names():

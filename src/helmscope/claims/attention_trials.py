@@ -204,8 +204,8 @@ class OneHead(AttentionDiffusionSpectrum):
     """Instrument: ``AttentionDiffusionSpectrum`` of the first head of every layer alone.
 
     >>> from helmscope.models.record import record
-    >>> measured = record("A", ["Once upon a time"]).replay(OneHead(tokens=1))["one_head"]
-    >>> bool((measured.total_rank <= 32).all())
+    >>> measured = record("A", ["Once upon a time"]).replay(OneHead(sampled_tokens=1))["one_head"]
+    >>> bool((measured.total_sigma_rank <= 32).all())
     True
     """
 
@@ -216,7 +216,7 @@ class OneHead(AttentionDiffusionSpectrum):
         kernel, values, output = with_heads(tensors)
         assert tensors.query is not None
         query = tensors.query[:, :1] if tensors.query.ndim == 4 else tensors.query.unsqueeze(1)
-        one = replace(tensors, kernel=kernel[:, :1], value=values[:, :1], query=query, output=output[:1])
+        one = replace(tensors, kernel=kernel[:, :1], value=values[:, :1], query=query, output_matrix=output[:1])
         super().attention(replace(context, heads=1), one)
 
 
@@ -266,7 +266,8 @@ class PlantedSigma(Instrument):
 
     >>> from helmscope.models.record import record
     >>> planted = record("A", ["Once upon a time"]).replay(PlantedSigma())["planted_sigma"]
-    >>> bool((abs(planted.effective_share - 1) < 1e-6).all()), round(float(planted.one_direction[0, 0]) * 190, 6)
+    >>> share = planted.effective_dimension_share
+    >>> bool((abs(share - 1) < 1e-6).all()), round(float(planted.one_direction[0, 0]) * 190, 6)
     (True, 1.0)
     """
 
@@ -285,8 +286,8 @@ class PlantedSigma(Instrument):
             projector = projector - 1 / d
         single = projector[:, :, :1] * projector[:, :1, :]
         found = [spectrum_statistics(torch.linalg.eigvalsh(each), spaces.dim, 1e-6) for each in (projector, single)]
-        values = {name: found[0][name] for name in ("smallest_eigenvalue", "effective_share")}
-        self.keep(context, values | {"one_direction": found[1]["effective_share"]})
+        values = {name: found[0][name] for name in ("smallest_eigenvalue", "effective_dimension_share")}
+        self.keep(context, values | {"one_direction": found[1]["effective_dimension_share"]})
 
 
 def by_prompt(values: xr.DataArray) -> np.ndarray:

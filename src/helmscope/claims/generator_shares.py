@@ -29,7 +29,7 @@ DESCRIBED = {
     "explained_share_of_mean": "share of the drift in the change of the mean over tokens",
     "explained_share_first_state": "share of the drifts of both halves at the first state",
     "explained_share_second_moment_and_sigma": "share of drift, second moment and Sigma_A",
-    "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
+    "sigma_term_ratio": "mean square of Sigma_A:Hess phi over that of the change",
     "order": "order without the second moment",
     "order_sigma": "order with Sigma_A in place of the second moment",
 }
@@ -206,9 +206,9 @@ class BlockShares:
                 f"The drifts of both halves at the first state explain {self.span('explained_share_first_state')}, and "
                 f"the splitting defect is {self.span('splitting_defect')} of the change."
             )
-        if self.median("sampling_error") is not None:
+        if self.median("sigma_term_ratio") is not None:
             sentences.append(
-                f"Sigma_A:Hess phi, which deterministic attention lacks, would add {self.span('sampling_error')} of "
+                f"Sigma_A:Hess phi, which deterministic attention lacks, would add {self.span('sigma_term_ratio')} of "
                 "the mean squared change."
             )
         if silent.blocks("explained_share"):

@@ -50,9 +50,10 @@ def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
     >>> check_claim("rate")
     'rate'
     """
+    entries = read_catalogue(claims_folder)
     try:
         listed_by = LISTED_BY if claims_folder is None else ""
-        return check_name("claim", claim, read_catalogue(claims_folder), listed_by=listed_by)
+        return check_name("claim", claim, entries, listed_by=listed_by)
     except HelmscopeError as error:
         if claims_folder is not None or "did you mean" in str(error):
             raise

@@ -9,7 +9,8 @@ import typer
 from helmscope.cli.options import AllowMixed, AsJson, MaxMemory, Nu, OnRay, Plot, Resume, Threads, Workers
 
 Strength = Annotated[
-    float | None, typer.Option(help="Height h of the force's potential U = h <x, e>, e the first axis [default: 1].")
+    float | None,
+    typer.Option(help="Strength h of the force, whose potential is U = h <x, e>, e the first axis [default: 1]."),
 ]
 Swirl = Annotated[
     float | None, typer.Option(help="Speed of the force's rotation from the first axis to the second [default: 0].")

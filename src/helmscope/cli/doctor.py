@@ -12,7 +12,7 @@ def doctor(
     model: Annotated[str, typer.Argument(help="Folder with safetensors files, or the id of a model on the Hub.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     text_count: Annotated[int, typer.Option(help="Number of texts of the measurement whose cost is estimated.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens per text, at most the model's context.")] = 128,
+    text_length: Annotated[int, typer.Option(help="Tokens per text, at most the model's context.")] = 128,
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16 [default: float32 on a CPU].")
     ] = None,
@@ -33,7 +33,7 @@ def doctor(
     diagnosis = diagnose(
         model,
         text_count=text_count,
-        tokens=tokens,
+        text_length=text_length,
         revision=revision,
         dtype=None if dtype is None else MODEL_DTYPES.load(dtype),
         device=usable_device(device),

@@ -28,7 +28,7 @@ def measure(
     text_count: Annotated[
         int | None, typer.Option(help="Number of texts [default: 64; 32 if quick or of interventions].")
     ] = None,
-    tokens: Annotated[
+    text_length: Annotated[
         int | None, typer.Option(help="Tokens of each text, at most [default: 128; 64 if quick or of interventions].")
     ] = None,
     quick: Annotated[

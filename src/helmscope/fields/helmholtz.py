@@ -48,10 +48,10 @@ def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
 
         U = sum_j alpha psi(z) t + kappa Psi(z),   kappa = (w.u - 2 alpha g.u) / |g|^2,   R = sum_j w s(z) t - grad U.
 
-    ``split.dead_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic
-    part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is
-    split like one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi
-    (gated: or Psi).
+    ``split.constant_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the
+    harmonic part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u
+    and is split like one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation
+    without psi (gated: or Psi).
 
     If a row is tiny compared with its bias, U is of order psi(c)/|v|; in the gated case so are grad U and R, with
     opposite signs, and their sum loses digits. For |g| below 1e-150 (1e-19 in float32) use ``gradient`` instead of
@@ -116,11 +116,11 @@ class HelmholtzSplit(ConciseRepr, Potential):
         return f"HelmholtzSplit(mlp={self.mlp!r})"
 
     @property
-    def dead_neurons(self) -> Int[Tensor, " dead"]:
+    def constant_neurons(self) -> Int[Tensor, " constant"]:
         """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated.
 
         >>> mlp = MLP(w_in=torch.tensor([[1.0, 0.0], [0.0, 0.0]]), w_out=torch.eye(2))
-        >>> helmholtz(mlp).dead_neurons
+        >>> helmholtz(mlp).constant_neurons
         tensor([1])
         """
         return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
@@ -382,7 +382,7 @@ def _parallel_part(mlp: MLP | GatedMLP, rows: Float[Tensor, "hidden d"]) -> Floa
 
 
 def _perpendicular_part(mlp: MLP | GatedMLP, direction: Float[Tensor, "hidden d"]) -> Float[Tensor, "hidden d"]:
-    """r = w - (w.n) n; 0 for a dead neuron, which has no direction."""
+    """r = w - (w.n) n; 0 for a constant neuron, which has no direction."""
     perpendicular = mlp.w_out.to(direction).mT - _parallel_part(mlp, direction)
     return torch.where(direction.any(-1, keepdim=True), perpendicular, 0.0)
 

@@ -153,29 +153,29 @@ class SandwichNorm(PreNorm):
     """Sandwich norm or peri-norm, y <- y + h N_out f(N_in y): a norm before and after each half, so that all increments
     have the same size.
 
-    >>> SandwichNorm().attention_out(torch.tensor([3.0, 4.0]))
+    >>> SandwichNorm().attention_out_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
     """
 
-    attention_out: Norm = field(default_factory=UnitNorm, kw_only=True)
-    mlp_out: Norm = field(default_factory=UnitNorm, kw_only=True)
+    attention_out_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
+    mlp_out_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("attention_out", "mlp_out"):
+        for name in ("attention_out_norm", "mlp_out_norm"):
             _check_norm(name, getattr(self, name))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the tokens fit all four norms."""
         super().check_size(x)
-        self.attention_out.check_size(x, name="x at attention_out")
-        self.mlp_out.check_size(x, name="x at mlp_out")
+        self.attention_out_norm.check_size(x, name="x at attention_out_norm")
+        self.mlp_out_norm.check_size(x, name="x at mlp_out_norm")
 
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
         """The normalized output."""
-        return (self.attention_out if half is Half.ATTENTION else self.mlp_out)(out)
+        return (self.attention_out_norm if half is Half.ATTENTION else self.mlp_out_norm)(out)
 
 
 @dataclass(frozen=True, eq=False)

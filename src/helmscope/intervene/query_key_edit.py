@@ -230,7 +230,7 @@ Keys = TypeVar("Keys", bound=QueryKeyEdit)
 
 
 def match_strengths(recording: Recording, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
-    """A change of the queries and a change of the keys with the strengths at which they move the logits equally.
+    """Scale an edit of the queries and an edit of the keys so that both move the logits equally.
 
     With A the attention weights and dl the change of the logits of a row, V = Var_A(dl), averaged over the rows of a
     text and the query heads that share a key head, is V_Q for the queries and V_K for the keys at the strengths given.

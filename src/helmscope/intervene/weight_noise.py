@@ -1,4 +1,4 @@
-"""Noise on the matrices W_Q, W_K and W_V of a model, the second reading of [Additive transport], table 1."""
+"""Noise on the matrices W_Q, W_K and W_V of a model, the second interpretation of [Additive transport], table 1."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WeightNoise(ConciseRepr):
 
     @classmethod
     def of(cls, recording: Recording) -> WeightNoise:
-        """That of a recorded model. Raises HelmscopeError where ``input_matrices`` does.
+        """The weight noise for a recorded model. Raises HelmscopeError where ``input_matrices`` does.
 
         >>> from helmscope import record
         >>> len(WeightNoise.of(record("A", ["Once upon a time"])).matrices)

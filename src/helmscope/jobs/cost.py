@@ -167,13 +167,13 @@ def measurement_cost(spec: MeasurementSpec) -> Estimate:
     names = [name for name in reasons if spec.only or reasons[name] is None]
     streamed = any(each.name in names for each in streaming_instruments())
     chosen = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
-    forwards = {REPLAY: REPLAY_FORWARDS} if streamed else {}
-    forwards |= {each.name: each.cost(few, quick=spec.quick) for each in chosen}
+    forward_passes = {REPLAY: REPLAY_FORWARDS} if streamed else {}
+    forward_passes |= {each.name: each.cost(few, quick=spec.quick) for each in chosen}
     forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
     size = subject_size(subject)
     work = f"{pluralized(len(names), 'measurement')} of {pluralized(len(subject.texts), 'text')}"
-    seconds = (RECORD_FORWARDS + sum(forwards.values())) * forward + PICTURES_S
-    each_unit = {name: count * forward for name, count in forwards.items()}
+    seconds = (RECORD_FORWARDS + sum(forward_passes.values())) * forward + PICTURES_S
+    each_unit = {name: count * forward for name, count in forward_passes.items()}
     return Estimate(work, seconds, LIBRARY_BYTES + 2 * size.bytes, unit_seconds=each_unit)
 
 

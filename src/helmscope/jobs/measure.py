@@ -35,15 +35,15 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     """Spec for all measurements of ``model``, "A", "B", "tied", a folder or a Hub id, as ``hs.measure`` takes them.
 
     ``texts`` is a file with one text per line or a JSON list; by default those that come with the package. The first
-    ``text_count`` of them are used, each cut to its first ``tokens`` tokens: 64 texts of 128 tokens, with ``quick`` 32
-    of 64, where those that sample also take smaller samples. ``interventions`` takes the measurements that run the
-    model under many edits instead (``hs.observe.intervention_names()``), by default on 32 texts of 64 tokens. ``only``
-    selects measurements by name; by default all that the model supports. ``seed`` draws the samples.
+    ``text_count`` of them are used, each cut to its first ``text_length`` tokens: 64 texts of 128 tokens, with
+    ``quick`` 32 of 64, where those that sample also take smaller samples. ``interventions`` takes the measurements that
+    run the model under many edits instead (``hs.observe.intervention_names()``), by default on 32 texts of 64 tokens.
+    ``only`` selects measurements by name; by default all that the model supports. ``seed`` draws the samples.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(MeasurementSpec(text_count=2, tokens=8, only=["depth_steps"]), folder=f"{root}/run")
+    ...     result = run(MeasurementSpec(text_count=2, text_length=8, only=["depth_steps"]), folder=f"{root}/run")
     >>> result.measured["depth_steps"].angle.dims
     ('depth', 'prompt')
     """
@@ -51,7 +51,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     model: str = "A"
     texts: str | None = None
     text_count: int | None = None
-    tokens: int | None = None
+    text_length: int | None = None
     only: tuple[str, ...] = ()
     interventions: bool = False
     quick: bool = False
@@ -64,7 +64,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         "model": checks.path,
         "texts": optional(checks.path),
         "text_count": optional(integer(1)),
-        "tokens": optional(integer(2)),
+        "text_length": optional(integer(2)),
         "only": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
         "interventions": boolean,
         "quick": boolean,
@@ -75,7 +75,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     def _complete(self) -> None:
         if self.interventions and self.only:
             raise HelmscopeError("interventions is true and only is given, but only one of them can choose: omit one")
-        for name, (full, quick) in (("text_count", TEXTS), ("tokens", TOKENS)):
+        for name, (full, quick) in (("text_count", TEXTS), ("text_length", TOKENS)):
             if getattr(self, name) is None:
                 self._set(name, quick if self.quick or self.interventions else full)
 
@@ -101,7 +101,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         device = None if self.device == "cpu" else usable_device(self.device)
         prompts = None if self.texts is None else read_texts(self.texts)
         whole = Subject(self.model, prompts, device=device, truncate=True)
-        rows = [list(row[: self.tokens]) for row in whole.token_ids[: self.text_count]]
+        rows = [list(row[: self.text_length]) for row in whole.token_ids[: self.text_count]]
         short = next((i for i, row in enumerate(rows) if len(row) < MIN_TOKENS), None)
         if short is not None:
             raise HelmscopeError(
@@ -127,7 +127,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
         'A: 32 texts of up to 64 tokens'
         """
         name = Path(self.model).name if Path(self.model).is_dir() else self.model
-        return f"{name}: {pluralized(self.text_count or 0, 'text')} of up to {self.tokens} tokens"
+        return f"{name}: {pluralized(self.text_count or 0, 'text')} of up to {self.text_length} tokens"
 
     def prepare(self) -> MeasurementJob:
         """Return the job, with one unit for all streaming instruments and one for each standalone measurement."""
@@ -242,7 +242,7 @@ class MeasurementResult(Result):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(MeasurementSpec(text_count=2, tokens=8, only=["arc_length"]), folder=f"{root}/run")
+    ...     result = run(MeasurementSpec(text_count=2, text_length=8, only=["arc_length"]), folder=f"{root}/run")
     >>> result.ok, list(result.measured)
     (True, ['arc_length'])
     """

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from helmscope.meanfield.wasserstein import continuity_potential as continuity_potential
     from helmscope.meanfield.wasserstein import descent_velocity as descent_velocity
     from helmscope.meanfield.wasserstein import descent_velocity_as_printed as descent_velocity_as_printed
-    from helmscope.meanfield.wasserstein import energy_rate as energy_rate
+    from helmscope.meanfield.wasserstein import functional_rate as functional_rate
     from helmscope.meanfield.wasserstein import internal_energy_gradient as internal_energy_gradient
     from helmscope.meanfield.wasserstein import wasserstein_gradient as wasserstein_gradient
     from helmscope.meanfield.wasserstein import wasserstein_inner_product as wasserstein_inner_product

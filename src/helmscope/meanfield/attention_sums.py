@@ -70,7 +70,7 @@ def _zonal_sums(
     grid: ZonalGrid, beta: float, log_mass: Tensor, at: Tensor, cosines: Tensor, shares: Tensor
 ) -> tuple[Tensor, Tensor]:
     """With r = beta sin sin', K = e^{beta s s'} E e^{r c}, c the cosine between two directions orthogonal to e."""
-    height, sine = grid.heights, grid.points[:, 1]
+    height, sine = grid.cosines, grid.points[:, 1]
     r = beta * sine[at][:, None] * sine
     terms = shares * (r[..., None] * cosines - r.abs()[..., None]).exp()
     total = terms.sum(-1)

@@ -52,7 +52,7 @@ DISCONTINUOUS = 1e-6  # by which the fold must exceed nu_c, relative to it
 PAST_FOLD = 0.98  # the branch is followed down to this share of nu_c
 CLOSE = 0.002  # to the fold, in the order parameter
 NEGATIVE = 1e-5  # of the largest value: larger negative values are no truncation error
-UNSTABLE = ("unstable_order", "unstable_nu")
+UNSTABLE = ("unstable_order_parameter", "unstable_nu")
 MARGIN = 1.1  # the default degree exceeds by this factor what the most concentrated density needs
 
 
@@ -71,14 +71,14 @@ def bifurcation_diagram(
 
     ``field`` is a callable beta -> field, such as SA. The variables are
 
-        order         |E x| of the stable clustered state; 0 where there is none
+        order_parameter  |E x| of the stable clustered state; 0 where there is none
         growth_rate   the largest growth rate of perturbations of the uniform density, which is stable where it is < 0
         bistable      whether both are stable
         critical_nu   nu_c(beta), above which the uniform density is stable
         fold_nu       the largest nu with a clustered state; nu_c where the transition is continuous
-        fold_order    |E x| of that state; 0 where the transition is continuous
+        fold_order_parameter  |E x| of that state; 0 where the transition is continuous
         continuous    whether it is
-        unstable_order, unstable_nu
+        unstable_order_parameter, unstable_nu
                       |E x| and nu along the unstable branch from the uniform density at nu_c to the fold, at each
                       ``point`` that was computed; NaN beyond the last, and where the transition is continuous
 
@@ -88,7 +88,7 @@ def bifurcation_diagram(
     betas >= 0 and nus > 0 increase, and if the degree is too small.
 
     >>> diagram = bifurcation_diagram(SA, betas=[0.0, 4.0], nus=[0.1, 0.3], dim=3)
-    >>> diagram.order.values.round(4)
+    >>> diagram.order_parameter.values.round(4)
     array([[0.8873, 0.3966],
            [0.8232, 0.    ]])
     >>> diagram.continuous.values
@@ -124,11 +124,11 @@ class Branch(ConciseRepr):
     0.187667...
     """
 
-    order: Float[np.ndarray, " point"]
+    order_parameter: Float[np.ndarray, " point"]
     nu: Float[np.ndarray, " point"]
     modes: Float[Tensor, "point modes"]
     fold_nu: float
-    fold_order: float
+    fold_order_parameter: float
 
 
 def clustered_branch(field: SA | USA, grid: ZonalGrid, *, min_nu: float) -> Branch:
@@ -159,14 +159,14 @@ def clustered_branch(field: SA | USA, grid: ZonalGrid, *, min_nu: float) -> Bran
         order += step
     nus = np.array([point.nu for point in points])
     modes = torch.stack([point.modes for point in points])
-    fold_order, fold_nu = _fold(equation, points, int(nus.argmax()))
-    return Branch(np.array([point.order for point in points]), nus, modes, fold_nu, fold_order)
+    fold_order_parameter, fold_nu = _fold(equation, points, int(nus.argmax()))
+    return Branch(np.array([point.order_parameter for point in points]), nus, modes, fold_nu, fold_order_parameter)
 
 
 class Point(NamedTuple):
     """A point of a branch."""
 
-    order: float
+    order_parameter: float
     nu: float
     modes: Float[Tensor, " modes"]
 
@@ -176,7 +176,7 @@ def _fold(equation: ForwardEquation, points: list[Point], top: int) -> tuple[flo
     maximum.
     """
     if top in (0, len(points) - 1):
-        return points[top].order, points[top].nu
+        return points[top].order_parameter, points[top].nu
     nearby = points[top - 1 : top + 2]
     peak, level = _vertex(nearby)
     close = [
@@ -188,8 +188,10 @@ def _fold(equation: ForwardEquation, points: list[Point], top: int) -> tuple[flo
 
 
 def _vertex(points: list[Point]) -> tuple[float, float]:
-    middle = points[1].order
-    bend, slope, level = np.polyfit([point.order - middle for point in points], [point.nu for point in points], 2)
+    middle = points[1].order_parameter
+    bend, slope, level = np.polyfit(
+        [point.order_parameter - middle for point in points], [point.nu for point in points], 2
+    )
     if bend >= 0:
         return middle, points[1].nu
     return middle - slope / (2 * bend), float(level - slope**2 / (4 * bend))
@@ -204,7 +206,9 @@ def _unresolved(field: Field, grid: ZonalGrid, nu: float) -> HelmscopeError:
 
 def _extrapolated(first: Point, second: Point, order: float) -> Tensor:
     """The coefficients at another order parameter on the line through two points."""
-    return second.modes + (order - second.order) / (second.order - first.order) * (second.modes - first.modes)
+    return second.modes + (order - second.order_parameter) / (second.order_parameter - first.order_parameter) * (
+        second.modes - first.modes
+    )
 
 
 def _point_at(equation: ForwardEquation, guess: Tensor, nu: float, order: float) -> Point | None:
@@ -242,24 +246,24 @@ def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dic
     """The variables at one beta."""
     critical = critical_nu(field, dim=dim)
     growth = [float(growth_rates(field, dim=dim, nu=nu)[1:].max()) for nu in nus]
-    order, fold, fold_order = [0.0] * len(nus), critical, 0.0
+    order, fold, fold_order_parameter = [0.0] * len(nus), critical, 0.0
     below: tuple[list[float], list[float]] = ([], [])
     if critical > 0:
         grid = ZonalGrid(dim=dim, degree=degree or _needed_degree(field, min(nus[0], PAST_FOLD * critical), dim))
         branch = clustered_branch(field, grid, min_nu=nus[0])
-        fold, fold_order = branch.fold_nu, branch.fold_order
+        fold, fold_order_parameter = branch.fold_nu, branch.fold_order_parameter
         order = [_order_at(field, branch, grid, nu) for nu in nus]
-        kept = branch.order < fold_order
-        below = ([*branch.order[kept], fold_order], [*branch.nu[kept], fold])
+        kept = branch.order_parameter < fold_order_parameter
+        below = ([*branch.order_parameter[kept], fold_order_parameter], [*branch.nu[kept], fold])
     continuous = not fold > critical * (1 + DISCONTINUOUS)
     bistable = [rate < 0 < m for rate, m in zip(growth, order, strict=True)]
     return {
-        "order": order,
+        "order_parameter": order,
         "growth_rate": growth,
         "bistable": bistable,
         "critical_nu": critical,
         "fold_nu": critical if continuous else fold,
-        "fold_order": 0.0 if continuous else fold_order,
+        "fold_order_parameter": 0.0 if continuous else fold_order_parameter,
         "continuous": continuous,
         **dict(zip(UNSTABLE, ([], []) if continuous else below, strict=True)),
     }
@@ -281,11 +285,13 @@ def _order_at(field: SA | USA, branch: Branch, grid: ZonalGrid, nu: float) -> fl
         return 0.0
     equation = ForwardEquation.of(field, grid, IsotropicNoise(1.0))
     low = top + int(above[-1])
-    first, second = (Point(float(branch.order[k]), float(branch.nu[k]), branch.modes[k]) for k in (low, low + 1))
+    first, second = (
+        Point(float(branch.order_parameter[k]), float(branch.nu[k]), branch.modes[k]) for k in (low, low + 1)
+    )
 
     def gap(square: float) -> float:
         for end in (first, second):
-            if square == end.order**2:
+            if square == end.order_parameter**2:
                 return end.nu - nu
         m = math.sqrt(square)
         solved = _point_at(equation, _extrapolated(first, second, m), nu, m)
@@ -293,7 +299,7 @@ def _order_at(field: SA | USA, branch: Branch, grid: ZonalGrid, nu: float) -> fl
             raise _unresolved(field, grid, nu)
         return solved.nu - nu
 
-    return math.sqrt(brentq(gap, first.order**2, second.order**2, xtol=1e-14))
+    return math.sqrt(brentq(gap, first.order_parameter**2, second.order_parameter**2, xtol=1e-14))
 
 
 def _needed_degree(field: SA | USA, nu: float, dim: int) -> int:

@@ -44,7 +44,7 @@ def circle_committor(
     arcs that overlap or touch, for a field that depends on time or on other tokens, and for a drift that is not smooth,
     or too strong for nu.
 
-    >>> west, east = (Cap(torch.tensor([sign, 0.0], dtype=torch.float64), height=0.8) for sign in (-1.0, 1.0))
+    >>> west, east = (Cap(torch.tensor([sign, 0.0], dtype=torch.float64), min_cosine=0.8) for sign in (-1.0, 1.0))
     >>> top_and_bottom = torch.tensor([[0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)
     >>> circle_committor(torch.zeros_like, top_and_bottom, a=west, b=east, nu=1.0)
     tensor([0.5000, 0.5000], dtype=torch.float64)
@@ -77,7 +77,7 @@ def check_between_caps(
     """The points in float64 and the drift of a committor on S^(dim-1); raises ``HelmscopeError`` unless x are points
     there, a and b caps with a gap between them, and the field is one of single particles.
 
-    >>> caps = (Cap(torch.tensor([0.0, sign]), height=0.5) for sign in (1.0, -1.0))
+    >>> caps = (Cap(torch.tensor([0.0, sign]), min_cosine=0.5) for sign in (1.0, -1.0))
     >>> check_between_caps(torch.zeros_like, torch.eye(2), *caps, dim=2)[0].dtype
     torch.float64
     """
@@ -86,7 +86,7 @@ def check_between_caps(
         raise HelmscopeError(f"x has dimension {cloud.shape[-1]}, but points of S^{dim - 1} have dimension {dim}")
     for name, region in (("a", a), ("b", b)):
         if not isinstance(region, Cap):
-            raise HelmscopeError(f"{name} is {short_repr(region)}, but it must be a Cap(center, height=0.8)")
+            raise HelmscopeError(f"{name} is {short_repr(region)}, but it must be a Cap(center, min_cosine=0.8)")
     check_regions(a, b, cloud)
     assert isinstance(a, Cap)
     assert isinstance(b, Cap)
@@ -110,7 +110,7 @@ def finite_velocity(drift: Field, points: Float[Tensor, "n d"]) -> Float[Tensor,
 
 
 def _center_and_half_width(cap: Cap) -> tuple[float, float]:
-    return float(circle_angle(cap.center.cpu().double())), math.acos(cap.height)
+    return float(circle_angle(cap.center.cpu().double())), math.acos(cap.min_cosine)
 
 
 def _interpolate(function: Callable[[np.ndarray], np.ndarray], degree: int) -> np.ndarray:

@@ -99,7 +99,7 @@ def cloud_committor(
     >>> from helmscope.meanfield.sphere_sets import Cap
     >>> angles = torch.arange(200, dtype=torch.float64) * torch.pi / 100
     >>> circle = torch.stack([angles.cos(), angles.sin()], -1)
-    >>> west, east = (Cap(torch.tensor([sign, 0.0]), height=0.8) for sign in (-1.0, 1.0))
+    >>> west, east = (Cap(torch.tensor([sign, 0.0]), min_cosine=0.8) for sign in (-1.0, 1.0))
     >>> q = cloud_committor(torch.zeros_like, circle, a=west, b=east, nu=1.0, duration=2e-3)
     >>> round(float(q[50]), 6)  # halfway, without drift
     0.5

@@ -97,7 +97,7 @@ def simulated_committor(
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> from helmscope.meanfield.sphere_sets import Cap
-    >>> west, east = (Cap(torch.tensor([sign, 0.0], dtype=torch.float64), height=0.8) for sign in (-1.0, 1.0))
+    >>> west, east = (Cap(torch.tensor([sign, 0.0], dtype=torch.float64), min_cosine=0.8) for sign in (-1.0, 1.0))
     >>> north = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     >>> shares = simulated_committor(torch.zeros_like, north, a=west, b=east, noise=IsotropicNoise(nu=1.0), horizon=20,
     ...     paths=100)

@@ -65,7 +65,7 @@ def sphere_committor(
     >>> north = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     >>> x = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
     >>> upward = lambda x: north.expand_as(x)
-    >>> sphere_committor(upward, x, a=Cap(-north, height=0.8), b=Cap(north, height=0.8), nu=0.5)
+    >>> sphere_committor(upward, x, a=Cap(-north, min_cosine=0.8), b=Cap(north, min_cosine=0.8), nu=0.5)
     tensor([0.8640], dtype=torch.float64)
     """
     nu, tol = check_real("nu", nu, above=0), check_real("tol", tol, above=0)
@@ -94,7 +94,7 @@ class BetweenCaps:
     cone's space. ``low`` and ``high`` are t on the boundaries of a and b.
 
     >>> north = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    >>> region = BetweenCaps.of(Cap(-north, height=0.8), Cap(north, height=0.8))
+    >>> region = BetweenCaps.of(Cap(-north, min_cosine=0.8), Cap(north, min_cosine=0.8))
     >>> round(region.high, 12) == round(math.atanh(0.8), 12)  # Mercator's projection
     True
     """
@@ -110,7 +110,7 @@ class BetweenCaps:
     @full_precision
     def of(cls, a: Cap, b: Cap) -> BetweenCaps:
         """The coordinates between two caps that do not touch."""
-        caps = [torch.nn.functional.pad(cap.center.cpu().double(), (0, 1), value=cap.height) for cap in (a, b)]
+        caps = [torch.nn.functional.pad(cap.center.cpu().double(), (0, 1), value=cap.min_cosine) for cap in (a, b)]
         planes = [cap / math.sqrt((1 - cap[3]) * (1 + cap[3])) for cap in caps]
         product = float(_lorentz(*planes))  # below -1 for disjoint caps
         root = math.sqrt((-product - 1) * (-product + 1))

@@ -188,18 +188,18 @@ class Density(Plottable):
         values = self.values.clamp(min=0)
         return self.grid.log_area - float(self.grid.mean_of(torch.special.xlogy(values, values)))
 
-    def pair_share(self, cosine: float) -> float:
-        """P(<x, y> > cosine) for independent x, y from this density, from the series: sum_k (a_k / N_k) |modes_k|^2
+    def aligned_pair_share(self, level: float) -> float:
+        """P(<x, y> > level) for independent x, y from this density, from the series: sum_k (a_k / N_k) |modes_k|^2
         with the coefficients a_k of the indicator function.
 
         >>> from helmscope.meanfield import CircleGrid
-        >>> round(Density.uniform(CircleGrid(degree=8)).pair_share(0.5), 12)  # 60 of 180 degrees
+        >>> round(Density.uniform(CircleGrid(degree=8)).aligned_pair_share(0.5), 12)  # 60 of 180 degrees
         0.333333333333
         """
-        cosine = check_real("cosine", cosine)
-        if not -1 <= cosine <= 1:
-            raise HelmscopeError(f"cosine is {cosine:g}, but it must be in [-1, 1]")
-        shares = _cap_multipliers(cosine, self.grid.degree, self.grid.dim)
+        level = check_real("level", level)
+        if not -1 <= level <= 1:
+            raise HelmscopeError(f"level is {level:g}, but it must be in [-1, 1]")
+        shares = _cap_multipliers(level, self.grid.degree, self.grid.dim)
         return float((shares[self.grid.degrees] * self.modes**2).sum())
 
     def cloud(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
@@ -253,7 +253,7 @@ def zonal_cloud_points(grid: ZonalGrid) -> Float[Tensor, "n d"]:
     """
     axes = torch.eye(grid.dim, dtype=torch.float64, device="cpu")
     directions = torch.cat([axes[1:], -axes[1:]])
-    s, sine = grid.heights[:, None, None], grid.points[:, 1][:, None, None]
+    s, sine = grid.cosines[:, None, None], grid.points[:, 1][:, None, None]
     return (s * axes[0] + sine * directions).flatten(0, 1)
 
 

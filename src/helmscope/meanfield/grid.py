@@ -49,7 +49,7 @@ class Grid(ConciseRepr, ABC):
 
         >>> from helmscope.meanfield import ZonalGrid
         >>> grid = ZonalGrid(dim=3, degree=1)  # 1 and sqrt(3) s
-        >>> torch.allclose(grid.synthesize(torch.eye(2).double())[1], 3**0.5 * grid.heights)
+        >>> torch.allclose(grid.synthesize(torch.eye(2).double())[1], 3**0.5 * grid.cosines)
         True
         """
 

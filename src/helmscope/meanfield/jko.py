@@ -164,7 +164,7 @@ class _Lagrangian:
         slopes = grid.gradient(identity)[..., 0].mT / frequency
         bends = -grid.synthesize(identity).mT * frequency
         if isinstance(grid, ZonalGrid):
-            angle = torch.asin(grid.heights)
+            angle = torch.asin(grid.cosines)
             bends = bends + (grid.dim - 2) * torch.tan(angle)[:, None] * slopes
         else:
             angle = 2 * math.pi * torch.arange(len(rho), dtype=torch.float64, device="cpu") / len(rho)

@@ -24,7 +24,7 @@ OVERSHOOT = 0.5825971579390107
 class SphereSet(ConciseRepr, ABC):
     """Base class of closed sets of the sphere, described by a signed distance.
 
-    >>> Cap(torch.tensor([0.0, 1.0]), height=0.5).contains(torch.eye(2)).tolist()
+    >>> Cap(torch.tensor([0.0, 1.0]), min_cosine=0.5).contains(torch.eye(2)).tolist()
     [False, True]
     """
 
@@ -32,7 +32,7 @@ class SphereSet(ConciseRepr, ABC):
     def signed_distance(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """The geodesic distance to the boundary: positive inside, negative outside.
 
-        >>> half = Cap(torch.tensor([0.0, 1.0]), height=0.0)
+        >>> half = Cap(torch.tensor([0.0, 1.0]), min_cosine=0.0)
         >>> (half.signed_distance(torch.eye(2)) > 0.1).tolist()
         [False, True]
         """
@@ -40,7 +40,7 @@ class SphereSet(ConciseRepr, ABC):
     def contains(self, x: Float[Tensor, "*batch d"], *, margin: float = 0.0) -> Bool[Tensor, "*batch"]:
         """Which points are inside, or at most ``margin`` radians outside.
 
-        >>> Cap(torch.tensor([0.0, 1.0]), height=0.5).contains(torch.eye(2), margin=0.6).tolist()
+        >>> Cap(torch.tensor([0.0, 1.0]), min_cosine=0.5).contains(torch.eye(2), margin=0.6).tolist()
         [True, True]
         """
         return self.signed_distance(x) >= -margin
@@ -48,16 +48,16 @@ class SphereSet(ConciseRepr, ABC):
 
 @dataclass(frozen=True, eq=False)
 class Cap(SphereSet):
-    """The cap {x: <x, center> >= height}, -1 < height < 1.
+    """The cap {x: <x, center> >= min_cosine}, -1 < min_cosine < 1.
 
     Raises ``HelmscopeError`` unless ``center`` is a nonzero vector (d,), d >= 2, which is normalized.
 
-    >>> Cap(torch.tensor([0.0, 2.0]), height=0.0).signed_distance(torch.tensor([1.0, 0.0])).abs().item() < 1e-6
+    >>> Cap(torch.tensor([0.0, 2.0]), min_cosine=0.0).signed_distance(torch.tensor([1.0, 0.0])).abs().item() < 1e-6
     True
     """
 
     center: Float[Tensor, " d"]
-    height: float
+    min_cosine: float
 
     def __post_init__(self) -> None:
         center = self.center
@@ -72,34 +72,34 @@ class Cap(SphereSet):
                 f"center is {short_repr(center)}, but it must be a nonzero float tensor (d,) with d >= 2"
             )
         object.__setattr__(self, "center", retract(center.detach()))
-        if not -1 < check_real("height", self.height) < 1:
-            raise HelmscopeError(f"height is {self.height:g}, but it must be between -1 and 1")
+        if not -1 < check_real("min_cosine", self.min_cosine) < 1:
+            raise HelmscopeError(f"min_cosine is {self.min_cosine:g}, but it must be between -1 and 1")
 
     def signed_distance(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """The angle of the cap minus the angle from its center."""
-        return math.acos(self.height) - angle(x, self.center.to(x))
+        return math.acos(self.min_cosine) - angle(x, self.center.to(x))
 
 
 def gap_between(a: Cap, b: Cap) -> float:
     """The angle between the boundaries of two caps, negative if they overlap.
 
-    >>> gap_between(*(Cap(torch.tensor([0.0, sign], dtype=torch.float64), height=0.5) for sign in (1.0, -1.0)))
+    >>> gap_between(*(Cap(torch.tensor([0.0, sign], dtype=torch.float64), min_cosine=0.5) for sign in (1.0, -1.0)))
     1.0471...
     """
     centers = (cap.center.cpu().double() for cap in (a, b))
-    return float(angle(*centers)) - math.acos(a.height) - math.acos(b.height)
+    return float(angle(*centers)) - math.acos(a.min_cosine) - math.acos(b.min_cosine)
 
 
 def check_regions(a: object, b: object, x: Float[Tensor, "n d"]) -> None:
     """Raise ``HelmscopeError`` unless a and b are regions in the dimension of x that share none of its points.
 
-    >>> north, south = (Cap(torch.tensor([0.0, sign]), height=0.5) for sign in (1.0, -1.0))
+    >>> north, south = (Cap(torch.tensor([0.0, sign]), min_cosine=0.5) for sign in (1.0, -1.0))
     >>> check_regions(north, south, torch.eye(2))
     """
     for name, region in (("a", a), ("b", b)):
         if not isinstance(region, SphereSet):
             raise HelmscopeError(
-                f"{name} is {short_repr(region)}, but it must be a region such as Cap(center, height=0.8)"
+                f"{name} is {short_repr(region)}, but it must be a region such as Cap(center, min_cosine=0.8)"
             )
         if isinstance(region, Cap) and len(region.center) != x.shape[-1]:
             raise HelmscopeError(

@@ -88,14 +88,14 @@ def descent_velocity_as_printed(
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.von_mises_fisher(CircleGrid(degree=16), kappa=1.0)
-    >>> energy_rate(density, torch.sin(density.grid.points[:, 0]), descent_velocity_as_printed(
+    >>> functional_rate(density, torch.sin(density.grid.points[:, 0]), descent_velocity_as_printed(
     ...     density, lambda x: torch.sin(x[:, 0]))) > 0
     True
     """
     return _variation_gradient(_check_density(density), first_variation)
 
 
-def energy_rate(
+def functional_rate(
     density: Density,
     first_variation: Float[Tensor, " m"] | FirstVariation,
     velocity: Float[Tensor, "m components"],
@@ -105,7 +105,7 @@ def energy_rate(
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.uniform(CircleGrid(degree=8))
-    >>> round(energy_rate(density, lambda x: x[:, 1], descent_velocity(density, lambda x: x[:, 1])), 12)
+    >>> round(functional_rate(density, lambda x: x[:, 1], descent_velocity(density, lambda x: x[:, 1])), 12)
     -0.5
     """
     gradient = _variation_gradient(_check_density(density), first_variation)

@@ -17,6 +17,7 @@ itself. On the sphere there is no whitening at all: Sigma^{-1/2} maps it to an e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,19 +43,19 @@ class Whitening:
     """What whitening does to a linear drift.
 
     ``stiffness`` is S' in the coordinates y = <axes, x> / sqrt(Sigma), r of them if Sigma has rank r. The shares are
-    those of the antisymmetric part, |A| / |S| in the Frobenius norm, before and after. ``commutator`` is |S Sigma -
+    those of the antisymmetric part, |A|^2 / |S|^2 in the Frobenius norm, before and after. ``commutator`` is |S Sigma -
     Sigma S| / (|S| |Sigma|), and ``asymmetry`` |S Sigma - Sigma S^T| / (|S| |Sigma|). ``leak`` is the part of S that
     leads out of the range of Sigma, 0 if Sigma is regular.
 
     >>> S, Sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]), torch.diag(torch.tensor([1.0, 4.0]))
     >>> whiten(S, Sigma)
-    <Whitening: antisymmetric share 0 before, 0.215 after; no gradient flow>
+    <Whitening: antisymmetric share 0 before, 0.0464 after; no gradient flow>
     """
 
     stiffness: Float[Tensor, "r r"]
     axes: Float[Tensor, "d r"]
     antisymmetric_share_before: float
-    antisymmetric_share: float
+    antisymmetric_share_after: float
     commutator: float
     asymmetry: float
     leak: float
@@ -64,7 +65,7 @@ class Whitening:
         verdict = "a gradient flow" if self.gives_gradient_flow else "no gradient flow"
         return one_line_repr(
             f"Whitening: antisymmetric share {self.antisymmetric_share_before:.3g} before, "
-            f"{self.antisymmetric_share:.3g} after; {verdict}"
+            f"{self.antisymmetric_share_after:.3g} after; {verdict}"
         )
 
 
@@ -73,8 +74,9 @@ def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, 
     """Whiten the drift -S x with S = ``stiffness`` by a constant, symmetric Sigma = ``diffusion`` >= 0, in float64.
 
     The coordinates are x = Sigma^{1/2} y if Sigma is regular, else those of its range. ``gives_gradient_flow`` says
-    whether S' is symmetric and, for a singular Sigma, whether S maps its range into itself, relative to ``tol``.
-    Raises ``HelmscopeError`` for matrices of other shapes, and for a Sigma that is not symmetric, negative or 0.
+    whether S' is symmetric, |A| <= ``tol`` |S'|, and, for a singular Sigma, whether S maps its range into itself,
+    ``leak`` <= ``tol``. Raises ``HelmscopeError`` for matrices of other shapes, and for a Sigma that is not symmetric,
+    negative or 0.
 
     >>> S, Sigma = torch.tensor([[1.0, 0.5], [0.5, 2.0]]), torch.diag(torch.tensor([1.0, 4.0]))
     >>> whiten(S, Sigma).stiffness
@@ -102,7 +104,7 @@ def whiten(stiffness: Float[Tensor, "d d"], diffusion: Float[Tensor, "d d"], *, 
         float((s @ covariance - covariance @ s).norm()) / size,
         float((s @ covariance - covariance @ s.mT).norm()) / size,
         leak,
-        max(after, leak) <= tol,
+        max(math.sqrt(after), leak) <= tol,
     )
 
 
@@ -177,7 +179,7 @@ def scalar_diffusion_error(
 
 
 def _antisymmetric_share(matrix: Tensor) -> float:
-    return float(((matrix - matrix.mT) / 2).norm()) / (float(matrix.norm()) or 1.0)
+    return (float(((matrix - matrix.mT) / 2).norm()) / (float(matrix.norm()) or 1.0)) ** 2
 
 
 def _check_matrices(stiffness: object, diffusion: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ class ZonalGrid(Grid):
     more than 1e300 harmonics of this degree.
 
     >>> grid = ZonalGrid(dim=8, degree=16)
-    >>> round(grid.mean_of(grid.heights**2).item(), 12)  # E s^2 = 1 / d
+    >>> round(grid.mean_of(grid.cosines**2).item(), 12)  # E s^2 = 1 / d
     0.125
     """
 
@@ -70,7 +70,7 @@ class ZonalGrid(Grid):
         return f"ZonalGrid(dim={self.dim}, degree={self.degree})"
 
     @property
-    def heights(self) -> Float[Tensor, " m"]:
+    def cosines(self) -> Float[Tensor, " m"]:
         """s = <x, e> at the points."""
         return self.points[:, 0]
 

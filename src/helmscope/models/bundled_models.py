@@ -111,7 +111,8 @@ def training_history(model: str) -> xr.Dataset:
     """Measurements of a bundled model during its training, at twelve steps evenly spaced in their logarithm.
 
     The Dataset has coherence and alignment of the MLPs' weights, gate sparsity, radius, attention entropy and
-    clustering per layer, on the bundled texts, and the losses. ``model`` is "A", "B" or "tied"; any other name
+    clustering per layer, on the bundled texts, and the losses. In model tied the weights are those of the one block
+    that all layers call, along ``block``. ``model`` is "A", "B" or "tied"; any other name
     raises ``HelmscopeError``.
 
     >>> dict(training_history("tied").sizes)["layer"]
@@ -139,9 +140,9 @@ def ablated_training_history() -> xr.Dataset:
     ``effective_rank``; ``collapse_residual_frobenius``, the relative distance to the mean token. By arm:
     ``validation_loss``. Of the whole model, by layer and prompt: ``antisymmetric_share`` (the antisymmetric share of
     the MLP's Jacobian), ``gate_sparsity`` (pre-activations below 0) and ``closed_gate_share`` (GELU derivatives below
-    0.1); by layer ``coherence_max``, ``coherence_mean`` and ``alignment`` of the MLP's weights. Most values are
-    rounded, to their attribute ``rounded_to``. The attributes of the Dataset have the seed, the final loss, versions
-    and definitions.
+    0.1); by layer ``coherence_max``, ``coherence_mean`` and ``neuron_alignment_mean`` of the MLP's weights. Most values
+    are rounded, to their attribute ``rounded_to``. The attributes of the Dataset have the seed, the final loss,
+    versions and definitions.
 
     >>> history = ablated_training_history()
     >>> at_the_end = history.aligned_pair_share.sel(step=8000, level=0.9).isel(depth=-1).mean("prompt")

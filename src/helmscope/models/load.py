@@ -93,7 +93,7 @@ class LoadedModel:
 
 @progress_reporting(None, "loading a model")
 def load(
-    source: Any,
+    model: Any,
     *,
     revision: str | None = None,
     tokenizer: Any = None,
@@ -123,7 +123,7 @@ def load(
     helmscope.types.HelmscopeError: model is 'no/such-model', but it is neither a folder nor a bundled model (A, ...
     """
     transformers_library()  # its absence is reported before anything is downloaded
-    if isinstance(source, torch.nn.Module):
+    if isinstance(model, torch.nn.Module):
         options = {
             "revision": revision,
             "dtype": dtype,
@@ -132,38 +132,37 @@ def load(
             "attention": attention,
             "loops": loops,
         }
-        return _from_memory(source, tokenizer, options)
-    if not isinstance(source, str | Path):
+        return _from_memory(model, tokenizer, options)
+    if not isinstance(model, str | Path):
         raise HelmscopeError(
-            f"model is {type_with_article(source)}, but it must be a name, a folder or a model; use load_all for "
-            "several"
+            f"model is {type_with_article(model)}, but it must be a name, a folder or a model; use load_all for several"
         )
-    local = local_folder(source)
+    local = local_folder(model)
     if revision is not None and local is not None:
         raise HelmscopeError(
-            f"revision is {revision!r}, but '{source}' is a folder or a bundled model, and only a model on the Hub has "
+            f"revision is {revision!r}, but '{model}' is a folder or a bundled model, and only a model on the Hub has "
             "revisions: pass the folder of that checkpoint instead"
         )
     if local is None:
-        _check_spelling(str(source))
-    folder = _from_hub(str(source), revision, offline) if local is None else local
+        _check_spelling(str(model))
+    folder = _from_hub(str(model), revision, offline) if local is None else local
     files = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
     if on_cpu:
-        check_memory(f"model is '{source}' with {files.numbers:,} weights in float32", files.numbers // 2)
+        check_memory(f"model is '{model}' with {files.numbers:,} weights in float32", files.numbers // 2)
     places = {"device_map": device_map, "attn_implementation": attention}
-    model, note = _from_folder(folder, files, dtype or (torch.float32 if on_cpu else "auto"), places)
-    model = model if device is None else _moved(model, device)
-    _check_weights(model)
+    loaded, note = _from_folder(folder, files, dtype or (torch.float32 if on_cpu else "auto"), places)
+    loaded = loaded if device is None else _moved(loaded, device)
+    _check_weights(loaded)
     if loops is not None:
-        _set_loops(model, loops)
+        _set_loops(loaded, loops)
     commit = folder.name if local is None else None
     tokenizer, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
-    named_folder = None if local is None or is_bundled(source) else local.resolve()
-    name = str(source) if named_folder is None else named_folder.name
-    origin = origin_of(model, name, commit, files.hashes)
-    origin = replace(origin, note=note, folder=None if named_folder is None else str(source))
-    return LoadedModel(model.eval(), tokenizer, origin, why)
+    named_folder = None if local is None or is_bundled(model) else local.resolve()
+    name = str(model) if named_folder is None else named_folder.name
+    origin = origin_of(loaded, name, commit, files.hashes)
+    origin = replace(origin, note=note, folder=None if named_folder is None else str(model))
+    return LoadedModel(loaded.eval(), tokenizer, origin, why)
 
 
 def _from_memory(model: torch.nn.Module, tokenizer: Any, options: Mapping[str, Any]) -> LoadedModel:
@@ -211,9 +210,9 @@ def check_options(options: Mapping[str, Any], caller: Callable[..., Any]) -> Non
 
 
 def load_all(
-    sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any
+    models: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any
 ) -> Iterator[LoadedModel]:
-    """Load several models one after another, such as training checkpoints: every source at every revision.
+    """Load several models one after another, such as training checkpoints: every model at every revision.
 
     Returns an iterator, so that only one model need be in memory. ``options`` are those of ``load``, whose errors are
     raised when the iterator reaches the model.
@@ -221,11 +220,11 @@ def load_all(
     >>> [loaded.origin.name for loaded in load_all([])]
     []
     """
-    for name, several in (("sources", sources), ("revisions", revisions)):
+    for name, several in (("models", models), ("revisions", revisions)):
         if isinstance(several, str | Path) or not isinstance(several, Iterable):
             raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list, even of one element")
     check_options(options, load_all)
-    return (load(source, revision=revision, **options) for source in sources for revision in revisions)
+    return (load(model, revision=revision, **options) for model in models for revision in revisions)
 
 
 def _check_spelling(name: str) -> None:

@@ -58,7 +58,7 @@ def unsupported_reason(recording: Recording, instrument: Instrument) -> str | No
     """One sentence that says why an instrument cannot be used on this recording; None if it can."""
     needs, parts = instrument.needs, ["trajectory"]
     parts += ["kernel"] if needs & (Needs.KERNEL | Needs.QKV) else []
-    parts += ["replay"] if needs & (Needs.QKV | Needs.OUTPUT) else []
+    parts += ["replay"] if needs & (Needs.QKV | Needs.OUTPUT_MATRIX) else []
     parts += ["force"] if Needs.FORCE in needs else []
     parts += ["cross_kernel"] if needs.cross_half and recording.anatomy.has_cross else []
     try:
@@ -66,7 +66,7 @@ def unsupported_reason(recording: Recording, instrument: Instrument) -> str | No
             recording.certificate.require(part)
     except HelmscopeError as error:
         return str(error)
-    if Needs.OUTPUT in needs:
+    if Needs.OUTPUT_MATRIX in needs:
         for number in recording.layers:
             reason = output_unsupported(recording.anatomy.layers[number])
             if reason is not None:
@@ -171,7 +171,7 @@ class InstrumentFeed(Observer):
             key=parts.get("key"),
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.ATTENTION_WRITE in self.needs else None,
-            output=self.output_matrices(layer, state) if Needs.OUTPUT in self.needs else None,
+            output_matrix=self.output_matrices(layer, state) if Needs.OUTPUT_MATRIX in self.needs else None,
         )
         context = self.context(layer, Half.ATTENTION, state)
         for instrument in self.instruments:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
     from helmscope.observe.context_group import ContextGroup as ContextGroup
+    from helmscope.observe.context_noise import context_group_noise as context_group_noise
     from helmscope.observe.context_noise import context_groups as context_groups
     from helmscope.observe.context_noise import context_noise as context_noise
     from helmscope.observe.context_statistics import covariance_regression as covariance_regression

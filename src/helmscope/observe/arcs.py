@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from helmscope.geometry.sphere import angle, retract
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, SHARE, token_mean, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
-ARC_LENGTH = "mean angle moved, cumulated (radians)"
+ARC_LENGTH = "cumulative mean angle moved (radians)"
 MATCHED = {
     "flow_time": "time of the flow with the same arc length",
     "reached": "whether the flow reaches the arc length",
@@ -55,7 +56,7 @@ def arc_length(
     path = path if include_first_token else without_first_token(path)
     lengths = _arc_lengths(path, check_progress(progress))
     measurement = with_replicates({"arc_length": lengths}, path)
-    measurement.arc_length.attrs["long_name"] = ARC_LENGTH
+    measurement.arc_length.attrs |= label_attributes(ARC_LENGTH)
     return with_cumulative(with_bounds(measurement, {"arc_length": AT_LEAST_0}), path.axis, {"arc_length"})
 
 
@@ -98,7 +99,7 @@ def matched_flow_times(
     tensors = {name: torch.as_tensor(value, device="cpu") for name, value in values.items()}
     measurement = with_replicates(tensors, model_path)
     for name, text in MATCHED.items():
-        measurement[name].attrs["long_name"] = text
+        measurement[name].attrs |= label_attributes(text)
     return with_bounds(measurement, {"reached": SHARE, "arc_length": AT_LEAST_0})
 
 

@@ -54,17 +54,17 @@ TRACE_NAMES = {
 }
 SPECTRUM_NAMES = {
     "anisotropy": "anisotropy tr S^2 / (tr S)^2 of a head's Sigma_A",
-    "rank": "numerical rank of a head's tangent Sigma_A",
-    "rank_bound": "bound min(keys - 1, d_head) of the rank of a head's Sigma_A",
+    "sigma_rank": "numerical rank of a head's tangent Sigma_A",
+    "sigma_rank_bound": "bound min(keys - 1, d_head) of the rank of a head's Sigma_A",
     "key_count": "number of keys of a sampled token",
     "total_anisotropy": "anisotropy tr S^2 / (tr S)^2 of Sigma_A summed over heads",
-    "total_rank": "numerical rank of the tangent Sigma_A summed over heads",
+    "total_sigma_rank": "numerical rank of the tangent Sigma_A summed over heads",
     "smallest_eigenvalue": "smallest tangent eigenvalue of the summed Sigma_A over its mean tangent eigenvalue",
     "smallest_eigenvalue_of_range": "smallest over mean eigenvalue of the summed Sigma_A on its range",
-    "effective_share": "effective share 1 / (anisotropy d_t) of the tangent directions",
-    "effective_share_of_range": "effective share 1 / (anisotropy rank) of the range of the summed Sigma_A",
+    "effective_dimension_share": "effective share 1 / (anisotropy d_t) of the tangent directions",
+    "effective_dimension_share_of_range": "effective share 1 / (anisotropy rank) of the range of the summed Sigma_A",
     "eigenvalue_share": "share of tr S in the k-th largest eigenvalue of the summed Sigma_A",
-    "tokens": "number of tokens of a prompt that enter",
+    "token_count": "number of tokens sampled per prompt",
 }
 
 
@@ -126,15 +126,16 @@ def attention_diffusion(system: System, *, progress: ProgressOption = None) -> x
 class AttentionDiffusionSpectrum(Instrument):
     """Instrument: anisotropy, rank and eigenvalues of the tangent Sigma_A, averaged over a few tokens of each prompt.
 
-    ``tokens`` of each prompt are drawn by ``seed`` among those that count, without the first ``skip`` of them, which
-    see few keys under a causal mask; all of them where there are fewer. The same tokens are used in every layer, and
-    they do not depend on the chunk size. Per head: ``anisotropy``, ``rank`` (eigenvalues above ``tol`` times the
-    largest), its bound ``rank_bound`` and the number of keys, ``key_count``. Summed over heads: ``total_anisotropy``,
-    ``total_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_share`` = 1 / (total_anisotropy d_t), and
-    ``eigenvalue_share`` of the ``top`` largest eigenvalues. With fewer keys than dimensions the smallest eigenvalue is
-    0 whatever the model does, as ``rank_bound`` says: ``smallest_eigenvalue_of_range`` and ``effective_share_of_range``
-    are those of the range of Sigma, with the rank in place of d_t. NaN where Sigma is 0: where a row has entropy 0, and
-    where all values are the same up to rounding.
+    ``sampled_tokens`` of each prompt are drawn by ``seed`` among those that count, without the first ``first_position``
+    of them, which see few keys under a causal mask; all of them where there are fewer. The same tokens are used in
+    every layer, and they do not depend on the chunk size. Per head: ``anisotropy``, ``sigma_rank`` (eigenvalues above
+    ``tol`` times the largest), its bound ``sigma_rank_bound`` and the number of keys, ``key_count``. Summed over heads:
+    ``total_anisotropy``, ``total_sigma_rank``, ``smallest_eigenvalue`` over the mean one, ``effective_dimension_share``
+    = 1 / (total_anisotropy d_t), and ``eigenvalue_share`` of the ``top`` largest eigenvalues. With fewer keys than
+    dimensions the smallest eigenvalue is 0 whatever the model does, as ``sigma_rank_bound`` says:
+    ``smallest_eigenvalue_of_range`` and ``effective_dimension_share_of_range`` are those of the range of Sigma, with
+    the rank in place of d_t. NaN where Sigma is 0: where a row has entropy 0, and where all values are the same up to
+    rounding.
 
     The cost is one eigendecomposition of a d x d matrix for every layer, prompt and token.
 
@@ -142,17 +143,19 @@ class AttentionDiffusionSpectrum(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(3, dtype=torch.float64).expand(1, 3, 3), times=[0.0])
     >>> measured = run.replay(AttentionDiffusionSpectrum())["attention_diffusion_spectrum"]
-    >>> measured.total_rank.item(), round(measured.total_anisotropy.item(), 4)  # eigenvalues 1/2 and 1/6 of Cov
+    >>> measured.total_sigma_rank.item(), round(measured.total_anisotropy.item(), 4)  # eigenvalues 1/2 and 1/6 of Cov
     (2.0, 0.625)
     """
 
     name = "attention_diffusion_spectrum"
     needs = HEADS_NEED
 
-    def __init__(self, *, tokens: int = 2, seed: int = 0, skip: int = 0, top: int = 4, tol: float = 1e-6) -> None:
-        self.tokens = check_integer("tokens", tokens, at_least=1)
+    def __init__(
+        self, *, sampled_tokens: int = 2, seed: int = 0, first_position: int = 0, top: int = 4, tol: float = 1e-6
+    ) -> None:
+        self.sampled_tokens = check_integer("sampled_tokens", sampled_tokens, at_least=1)
         self.seed = check_integer("seed", seed, at_least=0)
-        self.skip = check_integer("skip", skip, at_least=0)
+        self.first_position = check_integer("first_position", first_position, at_least=0)
         self.top = check_integer("top", top, at_least=1)
         self.tol = check_real("tol", tol, above=0)
 
@@ -160,7 +163,9 @@ class AttentionDiffusionSpectrum(Instrument):
         """Records the spectra of the sampled tokens of a layer."""
         spaces = TangentSpaces.of(context, tensors)
         weights = token_weights(tensors.state, context.weights)
-        chosen, counts = sample_tokens(context, weights, self.tokens, seed=self.seed, skip=self.skip)
+        chosen, counts = sample_tokens(
+            context, weights, self.sampled_tokens, seed=self.seed, first_position=self.first_position
+        )
         per_head, keys = head_covariances(tensors, chosen)
         output = centered_output(with_heads(tensors)[2].double(), centered=context.centered)
         x = taken(spaces.x, chosen).double()
@@ -174,7 +179,9 @@ class AttentionDiffusionSpectrum(Instrument):
         means = {name: _mean_defined(value.movedim(1, -1), m.unsqueeze(1)) for name, value in heads.items()}
         means = means if has_heads else {name: value.squeeze(1) for name, value in means.items()}
         self.keep(context, means, axes=("head",) if has_heads else ())
-        self.keep(context, {name: _mean_defined(value, m) for name, value in totals.items()} | {"tokens": m.sum(-1)})
+        self.keep(
+            context, {name: _mean_defined(value, m) for name, value in totals.items()} | {"token_count": m.sum(-1)}
+        )
         self.keep(context, {"eigenvalue_share": _mean_defined(shares.mT, m.unsqueeze(1))}, axes=("eigenvalue",))
 
     def result(self) -> xr.Dataset:
@@ -185,18 +192,18 @@ class AttentionDiffusionSpectrum(Instrument):
 
 
 def attention_diffusion_spectrum(
-    system: System, *, tokens: int = 2, seed: int = 0, skip: int = 0, progress: ProgressOption = None
+    system: System, *, sampled_tokens: int = 2, seed: int = 0, first_position: int = 0, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Anisotropy, rank and eigenvalues of Sigma_A, with replicates: ``AttentionDiffusionSpectrum`` by one replay.
 
     ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
-    >>> measured = attention_diffusion_spectrum(record("A", ["Once upon a time there was a cat"]), tokens=1)
-    >>> bool((measured["rank"] <= measured.rank_bound).all())
+    >>> measured = attention_diffusion_spectrum(record("A", ["Once upon a time there was a cat"]), sampled_tokens=1)
+    >>> bool((measured.sigma_rank <= measured.sigma_rank_bound).all())
     True
     """
-    instrument = AttentionDiffusionSpectrum(tokens=tokens, seed=seed, skip=skip)
+    instrument = AttentionDiffusionSpectrum(sampled_tokens=sampled_tokens, seed=seed, first_position=first_position)
     return replayed(system, instrument, progress)
 
 
@@ -264,7 +271,7 @@ def spectrum_statistics(
 
     >>> statistics = spectrum_statistics(torch.tensor([0.0, 1.0, 1.0]), 2, 1e-6)
     >>> {name: value.item() for name, value in statistics.items()}
-    {'anisotropy': 0.5, 'rank': 2.0, 'smallest_eigenvalue': 1.0, ..., 'effective_share_of_range': 1.0}
+    {'anisotropy': 0.5, 'sigma_rank': 2.0, 'smallest_eigenvalue': 1.0, ..., 'effective_dimension_share_of_range': 1.0}
     """
     if eigenvalues.shape[-1] < dim:
         raise HelmscopeError(f"eigenvalues are {eigenvalues.shape[-1]}, but there must be at least dim, {dim}")
@@ -279,11 +286,11 @@ def spectrum_statistics(
     least = torch.where(in_range, values, torch.inf).amin(-1)
     return {
         "anisotropy": anisotropy,
-        "rank": rank,
+        "sigma_rank": rank,
         "smallest_eigenvalue": values[..., 0] * dim / total,
         "smallest_eigenvalue_of_range": torch.where(some, least * rank / kept, torch.nan),
-        "effective_share": 1 / (anisotropy * dim),
-        "effective_share_of_range": 1 / (anisotropy * rank),
+        "effective_dimension_share": 1 / (anisotropy * dim),
+        "effective_dimension_share_of_range": 1 / (anisotropy * rank),
     }
 
 
@@ -302,7 +309,12 @@ def _head_spectra(
     values = torch.where(torch.isfinite(covariances).all(-1).all(-1).unsqueeze(-1), values, torch.nan)
     found = spectrum_statistics(values, s, tol)
     bound = (keys - 1).clamp(max=float(s))
-    return {"anisotropy": found["anisotropy"], "rank": found["rank"], "rank_bound": bound, "key_count": keys}
+    return {
+        "anisotropy": found["anisotropy"],
+        "sigma_rank": found["sigma_rank"],
+        "sigma_rank_bound": bound,
+        "key_count": keys,
+    }
 
 
 def _total_spectra(sigma: Tensor, dim: int, tol: float) -> dict[str, Tensor]:
@@ -313,11 +325,11 @@ def _total_spectra(sigma: Tensor, dim: int, tol: float) -> dict[str, Tensor]:
     total = top.sum(-1, keepdim=True)
     return {
         "total_anisotropy": found["anisotropy"],
-        "total_rank": found["rank"],
+        "total_sigma_rank": found["sigma_rank"],
         "smallest_eigenvalue": found["smallest_eigenvalue"],
         "smallest_eigenvalue_of_range": found["smallest_eigenvalue_of_range"],
-        "effective_share": found["effective_share"],
-        "effective_share_of_range": found["effective_share_of_range"],
+        "effective_dimension_share": found["effective_dimension_share"],
+        "effective_dimension_share_of_range": found["effective_dimension_share_of_range"],
         "eigenvalue_share": top / torch.where(total > 0, total, torch.nan),
     }
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.observe.head_moments import HEADS_NEED, HeadMoments
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import AT_LEAST_0, replayed, token_mean, token_weights, with_bounds
 from helmscope.types import Instrument
 
@@ -121,5 +122,5 @@ def described(measured: xr.Dataset, names: dict[str, str]) -> xr.Dataset:
     'mean tangential drift of a head (radians per layer)'
     """
     for name in names.keys() & measured.keys():
-        measured[name].attrs["long_name"] = names[name]
+        measured[name].attrs |= label_attributes(names[name])
     return measured.assign_attrs(frame=COORDINATES)

@@ -72,9 +72,9 @@ def attention_surface_divergence(
     ``surface_divergence`` is per head; ``total_surface_divergence`` is that of the whole write, biases included. With
     ``per_token`` also ``token_surface_divergence`` of every token (NaN for those that do not count). ``random_signs``
     random signs per head estimate the trace, unbiased; with at least d_head of them it is exact, and always is for a
-    simulation. Random signs depend on ``seed``, the layer and the prompt only. The attribute ``extra_forwards`` counts
-    forward passes of the model; each chunk of texts also takes ``random_signs`` backward passes through the queries per
-    head.
+    simulation. Random signs depend on ``seed``, the layer and the prompt only. The attribute ``extra_forward_passes``
+    counts forward passes of the model; each chunk of texts also takes ``random_signs`` backward passes through the
+    queries per head.
 
     Raises HelmscopeError for a system without attention, for heads that write through a norm or are hidden, for
     ``Hardmax`` and ``SinkhornAttention``, whose kernels have no frozen form, and for a family outside the attention
@@ -95,9 +95,9 @@ def attention_surface_divergence(
         raise HelmscopeError(reason)
     if isinstance(system, Recording):
         _differentiate_recording(system, instrument, progress)
-        return instrument.result().assign_attrs(extra_forwards=1, random_signs=random_signs)
+        return instrument.result().assign_attrs(extra_forward_passes=1, random_signs=random_signs)
     system.replay(instrument, progress=progress)
-    return instrument.result().assign_attrs(extra_forwards=0, random_signs="exact")
+    return instrument.result().assign_attrs(extra_forward_passes=0, random_signs="exact")
 
 
 def divergence_unsupported(system: System) -> str | None:

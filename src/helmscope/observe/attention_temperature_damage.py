@@ -35,8 +35,8 @@ def attention_temperature_damage(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage (``damage_under_edits``) of dividing the logits of attention by each of ``temperatures``, in all
-    layers at once or in ``layers``: ``kl``, ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` along
-    (temperature, prompt).
+    layers at once or in ``layers``: ``kl``, ``loss_increase``, ``prediction_entropy_change`` and
+    ``top_token_agreement`` along (temperature, prompt).
 
     Takes one forward pass for each temperature. Raises HelmscopeError where ``next_token_loss`` does, for a temperature
     <= 0, a layer out of range, and a model whose attention cannot be edited.

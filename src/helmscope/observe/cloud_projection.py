@@ -37,6 +37,7 @@ from helmscope.geometry.sphere import angle, project, retract
 from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import Recording
 from helmscope.observe.frozen_token import orthonormal
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_entropy_change import TOLERANCE, block_unsupported
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import token_weights
@@ -67,7 +68,7 @@ LABELS = {
     "growth_off": "growth of perturbations off the token cloud",
     "growth_along": "growth of perturbations along the token cloud",
     "idempotence_defect": "|T(T(z)) - T(z)| over |T(z) - z| of the half-step T",
-    "neighbor_angle": "mean angle of a token to its nearest neighbors in other prompts (rad)",
+    "neighbor_angle": "mean angle of a token to its nearest neighbors in other prompts (radians)",
 }
 
 
@@ -148,7 +149,7 @@ def cloud_projection(
     *,
     neighbors: int = 16,
     principal_axes: int = 8,
-    tokens: int | None = 16,
+    sampled_tokens: int | None = 16,
     planted_share: float | None = None,
     layers: Layers | None = None,
     seed: int = 0,
@@ -158,17 +159,17 @@ def cloud_projection(
     ratio, and the defect of idempotence, along (layer, prompt).
 
     The cloud near a token has the ``principal_axes`` first principal axes of its ``neighbors`` nearest neighbors in
-    other prompts; as many random directions are off it. ``growth_ratio_null`` assigns all of them at random. ``tokens``
-    of each prompt are sampled, evenly spaced without the first; None takes all of them. With ``planted_share`` s the
-    half-step is replaced by z - s (z - p), p the nearest point of the plane through the mean of the neighbors along
-    these axes, whose ratio and defect are 1 - s.
+    other prompts; as many random directions are off it. ``growth_ratio_null`` assigns all of them at random.
+    ``sampled_tokens`` of each prompt are sampled, evenly spaced without the first; None takes all of them. With
+    ``planted_share`` s the half-step is replaced by z - s (z - p), p the nearest point of the plane through the mean of
+    the neighbors along these axes, whose ratio and defect are 1 - s.
 
     NaN where no token counts. Raises HelmscopeError for models whose MLPs do not add to the state that they read, or
     are mixtures of experts, for edited writes, and where other prompts have fewer tokens than ``neighbors``.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time there was a cat", "The dog ran into the garden", "Tom was sad"])
-    >>> cloud_projection(recording, neighbors=4, principal_axes=2, tokens=2).growth_ratio.dims
+    >>> cloud_projection(recording, neighbors=4, principal_axes=2, sampled_tokens=2).growth_ratio.dims
     ('layer', 'prompt')
     """
     refused = cloud_unsupported(recording)
@@ -186,7 +187,7 @@ def cloud_projection(
         )
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
     chosen = chosen_layers(recording, layers)
-    sampled = None if tokens is None else check_integer("tokens", tokens, at_least=1)
+    sampled = None if sampled_tokens is None else check_integer("sampled_tokens", sampled_tokens, at_least=1)
     report, seed = check_progress(progress), check_seed(seed)
     rows = []
     for done, layer in enumerate(chosen, 1):
@@ -194,12 +195,15 @@ def cloud_projection(
         report(done / len(chosen))
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     data = {
-        name: (("layer", "prompt"), values, {"long_name": LABELS[name.removesuffix("_null")], "valid_min": 0.0})
+        name: (("layer", "prompt"), values, {**label_attributes(LABELS[name.removesuffix("_null")]), "valid_min": 0.0})
         for name, values in stacked.items()
     }
     coords = {"layer": chosen, "prompt": np.arange(len(recording.batch))}
     attributes = {"title": "projection on the token cloud", "neighbors": count, "principal_axes": axes, "seed": seed}
-    attributes |= {"tokens": "all" if sampled is None else sampled, "half_step": "MLP" if share is None else "planted"}
+    attributes |= {
+        "sampled_tokens": "all" if sampled is None else sampled,
+        "half_step": "MLP" if share is None else "planted",
+    }
     measured = xr.Dataset(data, coords | identity_coordinates("prompt", recording.batch.identities), attributes)
     return check_replicates(measured)
 
@@ -260,10 +264,10 @@ class _HalfStep:
 
 
 def _measured(
-    step: _HalfStep, neighbors: int, principal_axes: int, tokens: int | None, share: float | None, seed: int
+    step: _HalfStep, neighbors: int, principal_axes: int, sampled_tokens: int | None, share: float | None, seed: int
 ) -> dict[str, np.ndarray]:
     """The values of every prompt at one half-step."""
-    chosen, counts = spaced_tokens(step.weights, tokens)
+    chosen, counts = spaced_tokens(step.weights, sampled_tokens)
     prompts = torch.arange(len(chosen), device=chosen.device).unsqueeze(-1).expand(chosen.shape)[counts]
     z, following = (taken(each, chosen)[counts] for each in (step.states, step.following))
     step.check(z, following)

@@ -1,4 +1,4 @@
-"""Single-linkage clusters on the sphere: their number, and the order in which they merge as the radius grows."""
+"""Single-linkage clusters on the sphere: their number, and the order in which they merge as the linkage angle grows."""
 
 from __future__ import annotations
 

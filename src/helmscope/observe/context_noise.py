@@ -11,12 +11,12 @@ compared with the mean over the same contexts of Sigma_A, the covariance of samp
              other half
     R^2      of Sigma_C of held-out contexts predicted by the slope and the Sigma_A of the others, about the mean entry
 
-With m held-out contexts Sigma_C has rank m - 1 and R^2 stays below 1 even where the two agree: ``r_squared_of_means``
+With m held-out contexts Sigma_C has rank m - 1 and R^2 stays below 1 even where the two agree: ``r_squared_corrected``
 corrects for that by the product of two independent halves of Sigma_C, and is noisy itself.
 
 Shares of covariance that comes from several heads, or several keys, together: (tr Cov(sum) - sum tr Cov) / tr Cov(sum),
-0 for independent ones. ``normal_distance`` is the Kolmogorov distance of standardized increments from N(0, 1) on random
-tangent directions, whose mean for normal samples of the same size is ``normal_distance_null``.
+0 for independent ones. ``kolmogorov_distance`` is the Kolmogorov distance of standardized increments from N(0, 1) on
+random tangent directions, whose mean for normal samples of the same size is ``kolmogorov_distance_null``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from helmscope.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -62,16 +64,16 @@ if TYPE_CHECKING:
 NAMES = {
     "slope": "slope of the entries of Sigma_C on those of Sigma_A",
     "r_squared": "R^2 of Sigma_C of held-out contexts, predicted by Sigma_A",
-    "r_squared_of_means": "R^2 of Sigma_C by Sigma_A, corrected for the number of contexts",
+    "r_squared_corrected": "R^2 of Sigma_C by Sigma_A, corrected for the number of contexts",
     "nu_context": "diffusivity nu of Sigma_C (squared radians per layer)",
-    "nu_token_sampling": "mean diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
-    "nu_random_values": "mean diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
+    "total_nu_token_sampling": "mean diffusivity nu of Sigma_A, summed over heads (squared radians per layer)",
+    "total_nu_random_values": "mean diffusivity nu of Sigma_B, summed over heads (squared radians per layer)",
     "cross_head_share": "share of tr Sigma_C from covariance between heads",
-    "cross_token_share": "share of tr Sigma_C from covariance between keys",
-    "normal_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
-    "normal_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
+    "cross_key_share": "share of tr Sigma_C from covariance between keys",
+    "kolmogorov_distance": "Kolmogorov distance of standardized increments from N(0, 1)",
+    "kolmogorov_distance_null": "Kolmogorov distance of normal samples of the same size, standardized",
     "effective_keys": "effective number of keys, the mean over heads and contexts",
-    "contexts": "number of contexts",
+    "context_count": "number of contexts",
 }
 RUN_SHARE = 0.7  # of the time, which runs layer 0
 FIRST_POSITION = 8  # of a word with contexts: before it there are few keys
@@ -168,7 +170,7 @@ def context_unsupported(system: System, *, min_contexts: int = 16) -> str | None
 
 @shows_progress("context noise")
 def context_noise(
-    source: Recording | list[ContextGroup],
+    recording: Recording,
     contexts: Any = None,
     *,
     seed: int = 0,
@@ -178,9 +180,9 @@ def context_noise(
     """Mode C of every (word, position) group, the replicates: Sigma_C against Sigma_A, shares of covariance between
     heads and keys, and the distance of the increments from normal ones. Quantities are those of this file's docstring.
 
-    ``source`` is a recording of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
-    ``context_groups``, or its groups. Of the model only layer 0 is run, once for all contexts.
-    ``progress`` is called with the share of the work done.
+    ``recording`` is one of the model, with ``contexts`` (by default ``own_contexts``) and ``options`` as for
+    ``context_groups``; of the model only layer 0 is run, once for all contexts. ``context_group_noise`` takes the
+    groups themselves. ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
     >>> from helmscope.models.bundled_models import validation_contexts
@@ -189,24 +191,38 @@ def context_noise(
     >>> measured.slope.dims
     ('group',)
     """
-    report, begin = check_progress(progress), 0.0
-    if isinstance(source, Recording):
-        contexts = own_contexts(source) if contexts is None else contexts
-        source = context_groups(source, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
-        begin = RUN_SHARE
-    rows = []
-    for number, group in enumerate(source):
+    report = check_progress(progress)
+    contexts = own_contexts(recording) if contexts is None else contexts
+    groups = context_groups(recording, contexts, seed=seed, progress=sub_progress(report, 0.0, RUN_SHARE), **options)
+    return context_group_noise(groups, seed=seed, progress=sub_progress(report, RUN_SHARE, 1.0))
+
+
+@shows_progress("context noise")
+def context_group_noise(
+    groups: Sequence[ContextGroup], *, seed: int = 0, progress: ProgressOption = None
+) -> xr.Dataset:
+    """``context_noise`` of groups that ``context_groups`` returned.
+
+    >>> from helmscope import record
+    >>> from helmscope.models.bundled_models import validation_contexts
+    >>> recording, contexts = record("A", ["Once upon a time"]), validation_contexts()[:64]
+    >>> groups = context_groups(recording, contexts, groups=2, min_contexts=4)
+    >>> context_group_noise(groups).sizes["group"]
+    2
+    """
+    report, rows = check_progress(progress), []
+    for number, group in enumerate(groups):
         rows.append(group_statistics(group, seed, number))
-        report(begin + (1 - begin) * len(rows) / len(source))
+        report(len(rows) / len(groups))
     data = {name: ("group", np.array([row[name] for row in rows])) for name in NAMES}
     coords = {
         "group": np.arange(len(rows)),
-        "token_id": ("group", np.array([group.token for group in source])),
-        "position": ("group", np.array([group.position for group in source])),
+        "token_id": ("group", np.array([group.token for group in groups])),
+        "position": ("group", np.array([group.position for group in groups])),
     }
     measured = xr.Dataset(data, coords)
     measured.r_squared.attrs["averaged_as"] = "log(1 - x)"  # bad predictions have very negative values
-    measured = measured.assign_attrs(extra_forwards="layer 0 once for all contexts")
+    measured = measured.assign_attrs(extra_forward_passes="layer 0 once for all contexts")
     return check_replicates(described(measured, NAMES), "group")
 
 

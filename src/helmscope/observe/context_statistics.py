@@ -55,26 +55,26 @@ def group_statistics(group: ContextGroup, seed: int, number: int) -> dict[str, f
     gram = group.writes.mT @ group.writes
     heads = float(torch.einsum("chs,hst,cht->", per_head, gram, per_head)) / (2 * (len(outputs) - 1))
     source = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(number,))))
-    distance, null = _normal_distances(group.increments(outputs).numpy(), source)
+    distance, null = _kolmogorov_distances(group.increments(outputs).numpy(), source)
     some = trace > 0
     return {
         "slope": slope,
         "r_squared": r_squared,
-        "r_squared_of_means": corrected,
+        "r_squared_corrected": corrected,
         "nu_context": trace / group.dim,
-        "nu_token_sampling": float(sum(each.trace() for each in sampling)) / 2 / group.dim,
-        "nu_random_values": group.random_trace / group.dim,
+        "total_nu_token_sampling": float(sum(each.trace() for each in sampling)) / 2 / group.dim,
+        "total_nu_random_values": group.random_trace / group.dim,
         "cross_head_share": (trace - heads) / trace if some else float("nan"),
-        "cross_token_share": (trace - group.key_traces / 2) / trace if some else float("nan"),
-        "normal_distance": distance,
-        "normal_distance_null": null,
+        "cross_key_share": (trace - group.key_traces / 2) / trace if some else float("nan"),
+        "kolmogorov_distance": distance,
+        "kolmogorov_distance_null": null,
         "effective_keys": group.effective_keys,
-        "contexts": float(len(outputs)),
+        "context_count": float(len(outputs)),
     }
 
 
 @full_precision
-def _normal_distances(increments: np.ndarray, source: np.random.Generator) -> tuple[float, float]:
+def _kolmogorov_distances(increments: np.ndarray, source: np.random.Generator) -> tuple[float, float]:
     """The mean Kolmogorov distance over random directions, and that of normal samples of the same size."""
     directions = source.standard_normal((increments.shape[1], DIRECTIONS))
     projected = increments @ directions

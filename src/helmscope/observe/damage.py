@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NAMES = {
     "kl": "KL divergence of the next-token distribution from that without edits",
     "loss_increase": "increase of the next-token loss",
-    "entropy_change": "change of the entropy of the next-token distribution",
+    "prediction_entropy_change": "change of the entropy of the next-token distribution",
 }
 
 
@@ -45,7 +45,7 @@ def damage_under_edits(
 
     - ``kl``: KL(p || q) of the next-token distribution p without edits and q under the edit;
     - ``loss_increase``: the loss under the edit minus the loss without it;
-    - ``entropy_change``: H(q) - H(p), above 0 where the edit makes the model less certain;
+    - ``prediction_entropy_change``: H(q) - H(p), above 0 where the edit makes the model less certain;
     - ``top_token_agreement``: the share of positions at which the most likely next token stays the same.
 
     The first three are in nats. Null values are those of an edit that changes nothing. Each edit takes one forward pass
@@ -72,7 +72,11 @@ def damage_under_edits(
         name: (("edit", "prompt"), means[:, k], {"long_name": text, "units": "nats"})
         for k, (name, text) in enumerate(NAMES.items())
     }
-    kept = {"long_name": "share of positions whose most likely next token stays", "valid_min": 0.0, "valid_max": 1.0}
+    kept = {
+        "long_name": "share of positions whose most likely next token is unchanged",
+        "valid_min": 0.0,
+        "valid_max": 1.0,
+    }
     nulls = {f"{name}_null": 0.0 for name in NAMES} | {"top_token_agreement_null": 1.0}
     variables = data | {"top_token_agreement": (("edit", "prompt"), means[:, len(NAMES)], kept)} | nulls
     coords = {"edit": list(lists), **scoring.coords}
@@ -97,6 +101,6 @@ def token_damage(
         kl = torch.where(p > 0, terms, q).sum(-1)
     at = targets.unsqueeze(-1)
     increase = (log_p.gather(-1, at) - log_q.gather(-1, at)).squeeze(-1)
-    entropy_change = (p * log_p).nansum(-1) - (q * log_q).nansum(-1)  # 0 log 0 = 0
+    prediction_entropy_change = (p * log_p).nansum(-1) - (q * log_q).nansum(-1)  # 0 log 0 = 0
     top_token_agreement = (edited.argmax(-1) == plain.argmax(-1)).double()
-    return torch.stack([kl, increase, entropy_change, top_token_agreement])
+    return torch.stack([kl, increase, prediction_entropy_change, top_token_agreement])

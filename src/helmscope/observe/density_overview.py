@@ -16,6 +16,7 @@ from helmscope.meanfield.axis_force import AxisForce
 from helmscope.meanfield.density import NEGATIVE_MASS, Density
 from helmscope.meanfield.evolve import DensityPath
 from helmscope.meanfield.free_energy import density_interaction_energy, free_energy, free_energy_rate
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_replicates, type_with_article
 from helmscope.types.progress import ProgressOption
@@ -65,7 +66,7 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
             values[name].append(quantity(density) if defined else math.nan)
         report((k + 1) / len(path))
     variables = {
-        name: (("time", "system"), np.array(column)[:, None], {"long_name": LONG_NAMES[name]})
+        name: (("time", "system"), np.array(column)[:, None], label_attributes(LONG_NAMES[name]))
         for name, column in values.items()
     }
     return check_replicates(xr.Dataset(variables, {"time": path.times.numpy(), "system": [0]}))

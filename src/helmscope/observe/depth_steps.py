@@ -29,6 +29,7 @@ import torch
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import angle, retract
 from helmscope.models.recording import Recording
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, token_mean, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 LABELS = {
     "angle": "mean angle moved in a step (radians)",
     "median_angle": "median angle moved in a step (radians)",
-    "arc_length": "mean angle moved, cumulated (radians)",
+    "arc_length": "cumulative mean angle moved (radians)",
     "net_angle": "mean angle from the first state (radians)",
     "update_cosine": "cosine of a step and the one before it, transported",
     "ambient_cosine": "cosine of successive chords in R^d",
@@ -64,7 +65,7 @@ HALVES = {2: (Half.ATTENTION, Half.MLP), 3: (Half.ATTENTION, Half.CROSS, Half.ML
 def depth_steps(
     system: Trajectory | System, *, include_first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
-    """The steps of the tokens of each prompt over (depth, prompt): angles moved, cumulated and net, cosines of
+    """The steps of the tokens of each prompt over (depth, prompt): angles moved, cumulative and net, cosines of
     successive steps, radius and its growth. Values at depth k describe the step that ends there.
 
     Those of steps are NaN at the first depth, and the cosines also at the second; ``arc_length`` and ``net_angle`` are
@@ -92,7 +93,7 @@ def depth_steps(
     values["arc_length"] = values["angle"].nan_to_num(nan=0.0).cumsum(0)
     measurement = with_cumulative(with_bounds(with_replicates(values, path), BOUNDS), path.axis, CUMULATIVE)
     for name in measurement.data_vars:
-        measurement[name].attrs["long_name"] = LABELS[str(name)]
+        measurement[name].attrs |= label_attributes(LABELS[str(name)])
     return with_halves(measurement, system).assign_attrs(
         sphere=sphere_text(system), include_first_token=int(include_first_token)
     )
@@ -172,16 +173,16 @@ def unit_states(path: Trajectory, k: int) -> Float[Tensor, "batch n d"]:
 
 
 def token_median(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
-    """Weighted median over tokens: the middle of the values at which the cumulated weight passes one half, which for
+    """Weighted median over tokens: the middle of the values at which the cumulative weight passes one half, which for
     equal weights is the usual median. Tokens of weight 0 do not count; NaN where no token does.
 
     >>> token_median(torch.tensor([4.0, 1.0, 2.0, 9.0]), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     tensor(2.)
     """
     ordered, order = torch.where(weights > 0, value, torch.inf).sort(-1)
-    cumulated = weights.gather(-1, order).cumsum(-1)
-    half = cumulated[..., -1:] / 2
-    ends = [passed.to(torch.int8).argmax(-1, keepdim=True) for passed in (cumulated >= half, cumulated > half)]
+    cumulative = weights.gather(-1, order).cumsum(-1)
+    half = cumulative[..., -1:] / 2
+    ends = [passed.to(torch.int8).argmax(-1, keepdim=True) for passed in (cumulative >= half, cumulative > half)]
     lower, upper = (ordered.gather(-1, end).squeeze(-1) for end in ends)
     return torch.where(half.squeeze(-1) > 0, (lower + upper) / 2, torch.nan)
 

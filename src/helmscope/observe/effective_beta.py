@@ -19,6 +19,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, Trajectory, type_with_article
 
@@ -118,7 +119,7 @@ class EffectiveBeta(Instrument):
         """The slopes of every head (if there are several), layer and replicate."""
         measured = with_bounds(super().result(), BOUNDS)
         for name, long_name in NAMES.items():
-            measured[name].attrs["long_name"] = long_name
+            measured[name].attrs |= label_attributes(long_name)
         return measured
 
 

@@ -32,6 +32,7 @@ from helmscope.geometry import lu
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.neighbor_entropy import (
     DIMENSIONS,
     NEIGHBORS,
@@ -66,7 +67,7 @@ LABELS = {
     "matrix_entropy": "matrix entropy of the second moment (nats)",
     "centered_matrix_entropy": "matrix entropy of the covariance (nats)",
     "neighbor_entropy": "nearest-neighbor entropy along the first principal axes (nats)",
-    "copies": "tokens left out of the nearest-neighbor entropy as copies of another",
+    "copy_count": "tokens left out of the nearest-neighbor entropy as copies of another",
 }
 
 
@@ -196,7 +197,7 @@ class PooledClouds(ConciseRepr):
     @classmethod
     @full_precision
     def of(cls, path: Trajectory) -> PooledClouds:
-        """That of a trajectory of unit vectors; raises HelmscopeError for fewer than two prompts.
+        """The pooled cloud of a trajectory of unit vectors; raises HelmscopeError for fewer than two prompts.
 
         >>> from helmscope.types import Trajectory
         >>> PooledClouds.of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2))).undefined  # on a line
@@ -286,7 +287,7 @@ def entropy_along_depth(
     ``fisher_information`` (tr C^-1), ``surface_fisher_information``, ``matrix_entropy`` (second moment about 0) and
     ``centered_matrix_entropy`` (covariance). ``neighbor_entropy`` is that of the ``principal_axes`` first principal
     axes of all tokens at that depth (4, or on a sphere of fewer dimensions as many as it has), from the distance to the
-    ``neighbors``-th neighbor, with the projection fixed in the jackknife; ``copies`` are tokens that it leaves out.
+    ``neighbors``-th neighbor, with the projection fixed in the jackknife; ``copy_count`` are tokens that it leaves out.
 
     The Gaussian quantities are taken in the space that the tokens of all depths span, of dimension ``rank`` (an
     attribute; the rank of the covariance at each depth is a coordinate): NaN at depths where the covariance has a lower
@@ -310,9 +311,9 @@ def entropy_along_depth(
         columns.append(_at_depth(common, k) | _by_neighbors(path, k, principal_axes, neighbors))
         report((k + 1) / len(path.states))
     values = {name: torch.stack([column[name] for column in columns]) for name in LABELS}
-    measurement = with_bounds(with_replicates(values, path), {"copies": AT_LEAST_0})
+    measurement = with_bounds(with_replicates(values, path), {"copy_count": AT_LEAST_0})
     for name, text in LABELS.items():
-        measurement[name].attrs["long_name"] = text
+        measurement[name].attrs |= label_attributes(text)
     return with_halves(measurement.assign_coords(rank=(path.axis, common.ranks())), system).assign_attrs(
         sphere=sphere_text(system),
         dimension=path.states.shape[-1],
@@ -352,7 +353,7 @@ def _by_neighbors(path: Trajectory, k: int, principal_axes: int, neighbors: int)
         found = NeighborDistances.of(points[kept], neighbors).replicates(group[kept], prompts)
     except HelmscopeError:  # too few distinct tokens, or masses that differ
         found = torch.full_like(copies, torch.nan)
-    return {"neighbor_entropy": found, "copies": copies}
+    return {"neighbor_entropy": found, "copy_count": copies}
 
 
 def entropy_unsupported(system: System) -> str | None:

@@ -59,7 +59,7 @@ def fourier_band_damage(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage of perturbations of each of several ``bands`` of frequencies at the input of each layer, along (band,
-    layer, prompt): ``kl``, ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` as in
+    layer, prompt): ``kl``, ``loss_increase``, ``prediction_entropy_change`` and ``top_token_agreement`` as in
     ``damage_under_edits``, means over ``draws`` random perturbations of norm ``relative_norm`` times that of the state.
 
     Bands are pairs of frequencies, 1 the highest; equal bands under different names have independent draws. ``layers``

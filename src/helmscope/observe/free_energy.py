@@ -3,15 +3,15 @@ predicts [Helmholtz Transformer, no. 4 and no. 6].
 
     F = -nu H - E[U / r],     Delta F = -nu Delta H - E[Delta U] / r  over a half-step of the block.
 
-H is the Gaussian entropy of all tokens of all prompts (``entropy``). **What nu and U are.** A block has two half-steps
-and one pair (nu, U) for both. U belongs to its MLP: the potential of the exact per-neuron split, in the coordinates of
-the unit sphere (norm folded in) with psi(0) = Psi(0) = 0. A direction x of radius r moves by P f / r, so that its drift
-is grad_S U / r, plus the swirl over r: U is divided by the radius with which the MLP reads the token. nu belongs to its
-attention: the mean over tokens of tr(P Sigma_A P) / t, summed over heads, t the dimension of the tangent space
-(``attention_diffusion``): how fast a direction would diffuse if each head drew one key at random instead of averaging.
-**For an attention half-step** this means: real attention is deterministic and not a map of one token, so that it has no
-noise and no potential of its own. Delta F asks whether the tokens that attention leaves are lower in the landscape of
-the MLP that follows it, and more spread out, with entropy weighted by nu.
+H is the Gaussian entropy of all tokens of all prompts (``gaussian_entropy``). **What nu and U are.** A block has two
+half-steps and one pair (nu, U) for both. U belongs to its MLP: the potential of the exact per-neuron split, in the
+coordinates of the unit sphere (norm folded in) with psi(0) = Psi(0) = 0. A direction x of radius r moves by P f / r, so
+that its drift is grad_S U / r, plus the swirl over r: U is divided by the radius with which the MLP reads the token. nu
+belongs to its attention: the mean over tokens of tr(P Sigma_A P) / t, summed over heads, t the dimension of the tangent
+space (``attention_diffusion``): how fast a direction would diffuse if each head drew one key at random instead of
+averaging. **For an attention half-step** this means: real attention is deterministic and not a map of one token, so
+that it has no noise and no potential of its own. Delta F asks whether the tokens that attention leaves are lower in the
+landscape of the MLP that follows it, and more spread out, with entropy weighted by nu.
 
 The prediction. If attention were isotropic diffusion nu and the MLP the flow of its force, then to first order
 
@@ -50,6 +50,7 @@ from helmscope.observe.attention_diffusion import AttentionDiffusion
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
 from helmscope.observe.entropy import PooledClouds, entropy_unsupported
 from helmscope.observe.free_energy_steps import SampledTokens, Step, pseudo_values, step_changes
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_entropy_change import TOKENS, block_unsupported
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.token_choice import spaced_tokens, taken
@@ -71,29 +72,30 @@ LABELS = {
     "free_energy_change": "change of the free energy F = -nu H - E[U / r] in a step",
     "entropy_term": "entropy term -nu Delta H of the change of F",
     "potential_term": "potential term -E[Delta U / r] of the change of F",
-    "entropy_change": "change of the Gaussian entropy in a step (nats)",
-    "predicted_free_energy_change": "change of F that nu and U predict",
-    "predicted_entropy_change": "change of entropy that nu and U predict (nats)",
-    "gaussian_predicted_free_energy_change": "change of F that nu and U predict with the Gaussian entropy",
-    "gaussian_predicted_entropy_change": "change of the Gaussian entropy that nu and U predict (nats)",
-    "free_energy": "free energy F since the first state, cumulated",
-    "predicted_free_energy": "F that nu and U predict, cumulated",
-    "gaussian_predicted_free_energy": "F that nu and U predict with the Gaussian entropy, cumulated",
-    "entropy": "Gaussian entropy (nats)",
-    "predicted_entropy": "entropy that nu and U predict (nats)",
-    "gaussian_predicted_entropy": "Gaussian entropy that nu and U predict (nats)",
+    "gaussian_entropy_change": "change of the Gaussian entropy in a step (nats)",
+    "predicted_free_energy_change": "change of F predicted from nu and U",
+    "predicted_entropy_change": "change of entropy predicted from nu and U (nats)",
+    "gaussian_predicted_free_energy_change": "change of F predicted from nu and U with the Gaussian entropy",
+    "gaussian_predicted_entropy_change": "change of the Gaussian entropy predicted from nu and U (nats)",
+    "free_energy": "cumulative free energy F since the first state",
+    "predicted_free_energy": "cumulative F predicted from nu and U",
+    "gaussian_predicted_free_energy": "cumulative F predicted from nu and U with the Gaussian entropy",
+    "gaussian_entropy": "Gaussian entropy (nats)",
+    "predicted_entropy": "entropy predicted from nu and U (nats)",
+    "gaussian_predicted_entropy": "Gaussian entropy predicted from nu and U (nats)",
     "free_energy_as_printed": "free energy nu Ent + E[U / r] as printed; depends on each layer's constant",
     "nu": "diffusivity nu of attention, mode A (squared radians per layer)",
 }
 
 PREDICTIONS = ("predicted", "gaussian_predicted")
+MEASURED = {"entropy": "gaussian_entropy", "free_energy": "free_energy"}  # beside what is predicted
 
 
 @shows_progress("free energy")
 def free_energy_along_depth(
     system: System,
     *,
-    tokens: int | None = TOKENS,
+    sampled_tokens: int | None = TOKENS,
     include_first_token: bool = False,
     predict: bool = True,
     progress: ProgressOption = None,
@@ -101,23 +103,23 @@ def free_energy_along_depth(
     """Delta F = -nu Delta H - E[Delta U] / r of every half-step over (depth, prompt), with nu and U of its block,
     beside the changes of entropy and free energy that nu and U predict.
 
-    Values at depth k belong to the half-step that ends there and are NaN at the first; ``entropy``, ``free_energy``
-    (cumulated), their predicted curves and ``free_energy_as_printed`` belong to the state. All values are jackknife
-    pseudo-values over prompts, whose mean is the statistic of all tokens (``entropy_along_depth``). Means of U and of
-    the drift are over ``tokens`` of each prompt, evenly spaced (all if None); the entropy is that of all tokens,
-    without the first unless ``include_first_token``. NaN where the entropy is undefined (attribute ``undefined``).
-    Without ``predict`` predictions are left out.
+    Values at depth k belong to the half-step that ends there and are NaN at the first; ``gaussian_entropy``,
+    ``free_energy`` (cumulative), their predicted curves and ``free_energy_as_printed`` belong to the state. All values
+    are jackknife pseudo-values over prompts, whose mean is the statistic of all tokens (``entropy_along_depth``). Means
+    of U and of the drift are over ``sampled_tokens`` of each prompt, evenly spaced (all if None); the entropy is that
+    of all tokens, without the first unless ``include_first_token``. NaN where the entropy is undefined (attribute
+    ``undefined``). Without ``predict`` predictions are left out.
 
     A simulation must be a flow on the sphere under an MLP alone, with isotropic noise, whose nu is then that of the
     noise. Raises HelmscopeError, as ``free_energy_unsupported`` says, for other systems and for fewer than two prompts.
 
     >>> from helmscope import record
     >>> texts = ["Once upon a time there was a cat", "The dog ran home to eat"]
-    >>> measured = free_energy_along_depth(record("A", texts), tokens=2)
+    >>> measured = free_energy_along_depth(record("A", texts), sampled_tokens=2)
     >>> measured.nu.dims, measured.attrs["undefined"][:6]
     (('depth', 'prompt'), 'NaN at')
     """
-    count = None if tokens is None else check_integer("tokens", tokens, at_least=1)
+    count = None if sampled_tokens is None else check_integer("sampled_tokens", sampled_tokens, at_least=1)
     reason = free_energy_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
@@ -145,28 +147,28 @@ def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], ste
     path, system = tokens.path, tokens.system
     undefined = torch.full((1, path.states.shape[1]), torch.nan, dtype=torch.float64, device=tokens.m.device)
     values = {name: torch.cat([undefined, pseudo_values([column[name] for column in columns])]) for name in columns[0]}
-    values["entropy"] = pseudo_values([tokens.entropy(k) for k in range(len(path.states))])
-    values["free_energy"] = _cumulated(values["free_energy_change"])
+    values["gaussian_entropy"] = pseudo_values([tokens.entropy(k) for k in range(len(path.states))])
+    values["free_energy"] = _cumulative(values["free_energy_change"])
     kinds = [kind for kind in PREDICTIONS if f"{kind}_entropy_change" in values]
     for kind in kinds:
-        values[f"{kind}_entropy"] = values["entropy"][0] + _cumulated(values[f"{kind}_entropy_change"])
-        values[f"{kind}_free_energy"] = _cumulated(values[f"{kind}_free_energy_change"])
+        values[f"{kind}_entropy"] = values["gaussian_entropy"][0] + _cumulative(values[f"{kind}_entropy_change"])
+        values[f"{kind}_free_energy"] = _cumulative(values[f"{kind}_free_energy_change"])
     reading = [*(step.layer for step in steps), steps[-1].layer]
     values["free_energy_as_printed"] = pseudo_values(
         [-tokens.nu(layer) * tokens.entropy(k) + tokens.potential(k, layer) for k, layer in enumerate(reading)]
     )
     measurement = with_bounds(with_replicates(values, path), {"nu": AT_LEAST_0})
     curves = {f"{kind}_{name}" for kind in kinds for name in ("entropy", "free_energy")}
-    # the entropy beside those predicted, which are cumulated from its first value
-    measurement = with_cumulative(measurement, path.axis, {"entropy", "free_energy", *curves})
+    # the entropy beside those predicted, which are cumulative from its first value
+    measurement = with_cumulative(measurement, path.axis, {"gaussian_entropy", "free_energy", *curves})
     for name in values:
-        measurement[name].attrs["long_name"] = LABELS[name]
+        measurement[name].attrs |= label_attributes(LABELS[name])
     misfits = {
         f"{kind}_{name}_misfit": misfit(
-            mean_change(values[f"{name}_change"]), mean_change(values[f"{kind}_{name}_change"])
+            mean_change(values[f"{measured}_change"]), mean_change(values[f"{kind}_{name}_change"])
         )
         for kind in kinds
-        for name in ("entropy", "free_energy")
+        for name, measured in MEASURED.items()
     }
     return with_halves(measurement, system).assign_attrs(
         sphere=sphere_text(system),
@@ -180,7 +182,7 @@ def _as_measurement(tokens: SampledTokens, columns: list[dict[str, Tensor]], ste
     )
 
 
-def _cumulated(changes: Float[Tensor, "depth prompt"]) -> Tensor:
+def _cumulative(changes: Float[Tensor, "depth prompt"]) -> Tensor:
     """The sum of changes up to each depth, 0 at the first, where there is none."""
     return torch.cat([torch.zeros_like(changes[:1]), changes[1:]]).cumsum(0)
 

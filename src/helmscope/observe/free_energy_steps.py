@@ -166,7 +166,7 @@ def step_changes(
         "free_energy_change": -nu * entropy - potential,
         "entropy_term": -nu * entropy,
         "potential_term": -potential,
-        "entropy_change": entropy,
+        "gaussian_entropy_change": entropy,
         "nu": nu,
     }
     if not predict:

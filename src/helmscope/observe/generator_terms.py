@@ -156,23 +156,23 @@ class SamplingTerms(_Terms):
     """Instrument: what Sigma_A:Hess_S phi does to predictions at some tokens of each replicate.
 
     ``explained_share_sigma`` has it in place of the second moment, ``explained_share_second_moment_and_sigma`` beside
-    it, as a step with noise would have both, ``sampling_error`` is its mean square over that of the change, and
+    it, as a step with noise would have both, ``sigma_term_ratio`` is its mean square over that of the change, and
     ``order_sigma`` the order in s of the remainder with Sigma_A in place of the second moment.
     """
 
     name = "sampling_terms"
     needs = HEADS_NEED
 
-    def __init__(self, steps: BlockSteps, bank: ProbeBank, *, tokens: int, seed: int) -> None:
+    def __init__(self, steps: BlockSteps, bank: ProbeBank, *, sampled_tokens: int, seed: int) -> None:
         super().__init__(steps, bank)
-        self.tokens, self.seed = tokens, seed
+        self.sampled_tokens, self.seed = sampled_tokens, seed
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the terms of the sampled tokens of a layer."""
         if context.layer not in self.steps.states:
             return
         x, step, m = self.steps.at(context.layer, context.rows)
-        chosen, counts = sample_tokens(context, m, min(self.tokens, m.shape[1]), seed=self.seed)
+        chosen, counts = sample_tokens(context, m, min(self.sampled_tokens, m.shape[1]), seed=self.seed)
         x, step = (taken(each, chosen) for each in (x, step))
         sigma = HeadCovariance.of(context, tensors, chosen, x)
         trace = sigma.trace()
@@ -190,7 +190,7 @@ class SamplingTerms(_Terms):
         values = {
             "explained_share_sigma": 1 - means["in_place"],
             "explained_share_second_moment_and_sigma": 1 - means["beside"],
-            "sampling_error": means["alone"],
+            "sigma_term_ratio": means["alone"],
             "order_sigma": convergence_order(means["left"].sqrt()),
         }
         self.keep(context, values)

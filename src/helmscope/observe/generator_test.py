@@ -28,7 +28,7 @@ where 0 predicts as well, below 0 where it is worse. The first token, the usual 
                            Sigma_A:Hess phi beside the second moment: it errs by exactly this term more
     splitting_defect       root of mean_p E (C_p - C_p^0)^2 / E C_p^2, with C^0 the change by the sum of both updates at
                            the first state instead of the half-steps in sequence
-    sampling_error         mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error
+    sigma_term_ratio       mean_p E (Sigma_A:Hess phi_p)^2 / E C_p^2, the size of that error
     remainder              root mean square over tokens and probes of a kind of the remainder after the drift at each s,
                            over that of the change at s = 1; remainder_second_moment after both terms
     order                  its order in s over all probes, the limit for s to 0: 2, and order_second_moment 3, by
@@ -48,7 +48,7 @@ the state which attention reads, and are left out for post-norm models, norms af
 values of Sigma_A need heads that write by matrices. The attribute ``left_out`` says why.
 
 Cost. Products of the tokens with the rows of the probes, one replay, one more evaluation of every MLP, and for Sigma_A
-the covariance of the values at ``tokens`` tokens of each prompt.
+the covariance of the values at ``sampled_tokens`` tokens of each prompt.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ import xarray as xr
 from helmscope.observe.block_steps import BlockSteps, steps_unsupported
 from helmscope.observe.generator import convergence_order
 from helmscope.observe.generator_terms import SCALES, SamplingTerms, SplittingTerms, missed, over_tokens, short_scales
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.probes import ProbeBank, ScaledStep
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -92,8 +93,8 @@ LABELS = {
     "explained_share_first_state": "share that the drifts of both halves at the first state explain",
     "explained_share_sigma": "share that the drift explains with Sigma_A in place of the second moment",
     "explained_share_second_moment_and_sigma": "share that drift, second moment and Sigma_A explain",
-    "sampling_error": "mean square of Sigma_A:Hess phi over that of the change",
-    "splitting_defect": "defect of the sum of both updates at the first state, relative",
+    "sigma_term_ratio": "mean square of Sigma_A:Hess phi over that of the change",
+    "splitting_defect": "relative difference between the half-steps in sequence and their sum at the first state",
     "remainder": "remainder after the drift, relative to the change at s = 1",
     "remainder_second_moment": "remainder after drift and second moment, relative",
     "order": "order of the remainder after the drift",
@@ -102,7 +103,7 @@ LABELS = {
 }
 BOUNDS = {
     **dict.fromkeys((name for name in LABELS if "explained_share" in name), BELOW_1),
-    **dict.fromkeys(("sampling_error", "splitting_defect", "remainder", "remainder_second_moment"), AT_LEAST_0),
+    **dict.fromkeys(("sigma_term_ratio", "splitting_defect", "remainder", "remainder_second_moment"), AT_LEAST_0),
 }
 
 
@@ -111,7 +112,7 @@ def generator_test(
     system: System,
     *,
     bank: ProbeBank | None = None,
-    tokens: int = TOKENS,
+    sampled_tokens: int = TOKENS,
     include_first_token: bool = False,
     seed: int = 0,
     progress: ProgressOption = None,
@@ -121,10 +122,10 @@ def generator_test(
     kind).
 
     ``bank`` holds the probes, by default ``ProbeBank.of(system, seed=seed)``. Everything but Sigma_A is a mean over all
-    tokens that count, without the first unless ``include_first_token``; Sigma_A is computed at ``tokens`` tokens of
-    each prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises HelmscopeError for a
-    simulation that is no sequence of single layers without noise, for states that are not finite, and for a radius of
-    0, with prompt, layer and token.
+    tokens that count, without the first unless ``include_first_token``; Sigma_A is computed at ``sampled_tokens``
+    tokens of each prompt, drawn by ``seed``. The last state of a simulation has no step and no entry. Raises
+    HelmscopeError for a simulation that is no sequence of single layers without noise, for states that are not finite,
+    and for a radius of 0, with prompt, layer and token.
 
     >>> import helmscope as hs
     >>> turn = hs.MLP(w_in=torch.eye(2), w_out=0.01 * torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
@@ -133,7 +134,7 @@ def generator_test(
     >>> bool((measured.explained_share > 0.99).all()), measured.remainder.dims
     (True, ('time', 'system', 'scale', 'kind'))
     """
-    tokens, seed = check_integer("tokens", tokens, at_least=1), check_seed(seed)
+    sampled_tokens, seed = check_integer("sampled_tokens", sampled_tokens, at_least=1), check_seed(seed)
     reason = steps_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
@@ -147,7 +148,7 @@ def generator_test(
         columns.append(block_values(bank, *steps.at(layer), steps.permuted(layer, seed)))
         report(0.5 * done / len(steps.layers))
     values = {name: torch.stack([column[name] for column in columns]).cpu().numpy() for name in columns[0]}
-    terms, left_out = _replayed(system, steps, bank, tokens, seed, lambda share: report(0.5 + 0.5 * share))
+    terms, left_out = _replayed(system, steps, bank, sampled_tokens, seed, lambda share: report(0.5 + 0.5 * share))
     return _measurement(values | terms, system, steps, bank, left_out)
 
 
@@ -211,12 +212,15 @@ def _kind_values(path: ScaledStep, permuted: ScaledStep, m: Tensor) -> dict[str,
 
 
 def _replayed(
-    system: System, steps: BlockSteps, bank: ProbeBank, tokens: int, seed: int, progress: ProgressOption
+    system: System, steps: BlockSteps, bank: ProbeBank, sampled_tokens: int, seed: int, progress: ProgressOption
 ) -> tuple[dict[str, np.ndarray], str]:
     """The values that need the mechanism, over (layer, prompt), and why others are left out."""
     instruments: list[Instrument] = []
     reasons = []
-    for instrument in (SplittingTerms(steps, bank), SamplingTerms(steps, bank, tokens=tokens, seed=seed)):
+    for instrument in (
+        SplittingTerms(steps, bank),
+        SamplingTerms(steps, bank, sampled_tokens=sampled_tokens, seed=seed),
+    ):
         reason = system.unsupported_reason(instrument)
         if reason is None:
             instruments.append(instrument)
@@ -244,7 +248,7 @@ def _measurement(
     coords |= identity_coordinates(axes[1], steps.path.identities)
     measured = with_bounds(xr.Dataset(data, coords), BOUNDS)
     for name in measured.data_vars:
-        measured[name].attrs["long_name"] = LABELS[str(name).removesuffix("_null")]
+        measured[name].attrs |= label_attributes(LABELS[str(name).removesuffix("_null")])
     for name in ("remainder", "remainder_second_moment"):
         measured[name].attrs |= {"scale": "log", "summary": "range"}
     facts = {"sphere": steps.sphere, "radius": "recorded radius of each token", "probes": len(bank)}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROUNDING = 32  # units in the last place, up to which equal values may differ
 RADIAL = 0.1  # share of a squared length below which a difference of squares would lose more than a digit
-HEADS_NEED = Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
+HEADS_NEED = Needs.KERNEL | Needs.QKV | Needs.OUTPUT_MATRIX | Needs.ATTENTION_WRITE
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ def _sums_to_1(mass: Tensor) -> Tensor:
 
 def _unnormalized(tensors: AttentionTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Weights as they are, values and output matrices, with an axis of heads."""
-    kernel, value, output = tensors.kernel, tensors.head_values, tensors.output
+    kernel, value, output = tensors.kernel, tensors.head_values, tensors.output_matrix
     assert kernel is not None
     assert value is not None
     assert output is not None

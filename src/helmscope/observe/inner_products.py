@@ -14,6 +14,7 @@ import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.observable import observable
 from helmscope.observe.track import SHARE, counted_tokens, token_weights, trajectory_of, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -97,7 +98,7 @@ def close_pair_shares(
     share = _by_state(lambda x, m: close_pair_share(x, delta=delta, weights=m), path, check_progress(progress))
     measurement = with_replicates({"close_pair_share": share}, path)
     met = "share of pairs that have met" if delta <= MET else f"share of pairs with an inner product >= {1 - delta:.4g}"
-    measurement.close_pair_share.attrs["long_name"] = met
+    measurement.close_pair_share.attrs |= label_attributes(met)
     return with_bounds(measurement, {"close_pair_share": SHARE}).assign_attrs(delta=delta)
 
 
@@ -139,7 +140,7 @@ def inner_product_quantiles(
 
     values = _by_state(pair_quantiles, path, check_progress(progress))
     measurement = with_replicates({"inner_product_quantile": values}, path, {"quantile": levels})
-    measurement.inner_product_quantile.attrs["long_name"] = "quantiles of inner products"
+    measurement.inner_product_quantile.attrs |= label_attributes("quantiles of inner products")
     return with_bounds(measurement, {"inner_product_quantile": (-1.0, 1.0)})
 
 

@@ -61,7 +61,7 @@ QUICK_FORMS = (NoiseKind.ACTIVATIONS, NoiseKind.WEIGHTS, NoiseKind.MATCHED)
 QUICK_LAYERS = 3
 DRAWS, QUICK_DRAWS = 20, 2  # of noise on queries and keys, which table 1 of [Additive transport] needs
 PAIRS, QUICK_PAIRS = 36, 8
-FIRST_QUERY = 10  # earlier queries see few keys, and give the first one a large weight without any sink
+FIRST_POSITION = 10  # earlier queries see few keys, and give the first one a large weight without any sink
 # time in eager forward passes of model A with 32 texts of 64 tokens: of an edited forward pass with its comparison,
 # from the first layer on and from each layer in turn
 WHOLE, FROM_LAYER = 1.8, 1.3
@@ -77,8 +77,8 @@ def intervention_names() -> tuple[str, ...]:
 
 
 def intervention_measurements() -> tuple[StandaloneMeasurement, ...]:
-    """The measurements of ``measure(interventions=True)``: noise on queries and keys, sinks, fragility, and the shape
-    of updates.
+    """The measurements of ``measure(interventions=True)``: noise on queries and keys, sinks, damage of ablation, and
+    writes against the loss gradient.
 
     >>> tuple(each.name for each in intervention_measurements()) == intervention_names()
     True
@@ -156,7 +156,7 @@ def _holonomy_defect(system: System, *, quick: bool, seed: int, progress: Progre
 
 
 def _attention_sinks(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return attention_sinks(system, first_query=FIRST_QUERY)
+    return attention_sinks(system, first_position=FIRST_POSITION)
 
 
 def _sink_constancy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -164,7 +164,7 @@ def _sink_constancy(system: System, *, quick: bool, seed: int, progress: Progres
 
 
 def _sink_damage(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return sink_damage(_recording(system), first_query=FIRST_QUERY, seed=seed, progress=progress)
+    return sink_damage(_recording(system), first_position=FIRST_POSITION, seed=seed, progress=progress)
 
 
 def _layer_ablation(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -210,7 +210,7 @@ def _loss_gradient(system: System, *, quick: bool, seed: int, progress: Progress
 
 
 def _cloud_projection(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    found = cloud_projection(_recording(system), tokens=4 if quick else 16, seed=seed, progress=progress)
+    found = cloud_projection(_recording(system), sampled_tokens=4 if quick else 16, seed=seed, progress=progress)
     return _without(found, _quick(quick, "more than 4 tokens of each prompt"))
 
 
@@ -305,7 +305,7 @@ def _matrices_unsupported(system: System) -> str | None:
 
 
 def _sinks_unsupported(system: System) -> str | None:
-    return system.unsupported_reason(AttentionSinks(first_query=FIRST_QUERY))
+    return system.unsupported_reason(AttentionSinks(first_position=FIRST_POSITION))
 
 
 def _constancy_unsupported(system: System) -> str | None:

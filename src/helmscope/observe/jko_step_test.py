@@ -47,6 +47,7 @@ from helmscope.models.topology import Kind
 from helmscope.observe.depth_steps import check_finite, sphere_text
 from helmscope.observe.entropy import entropy_unsupported
 from helmscope.observe.gaussian_step import PARTS, CloudPair, FittedStep
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergies, QuadraticFreeEnergy
 from helmscope.observe.step_replicates import step_replicates
@@ -242,7 +243,7 @@ class LayerSteps:
         axis, over, layers = self.source.layer_axis, self.path.replicate, self.layers
         times = layers if isinstance(self.source, Recording) else self.path.times.cpu().numpy()[layers]
         data = {
-            name: ((axis, over), np.stack([row[name] for row in rows]), {"long_name": long_name})
+            name: ((axis, over), np.stack([row[name] for row in rows]), label_attributes(long_name))
             for name, long_name in NAMES.items()
             if name in rows[0]
         }

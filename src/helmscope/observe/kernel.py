@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -297,7 +298,7 @@ def used_tokens(
 
 NAMES = {
     "row_mass": "mean sum of a row of the kernel",
-    "entropy": "mean entropy of the attention rows (nats)",
+    "row_entropy": "mean entropy of the attention rows (nats)",
     "effective_keys": "mean effective number of keys of a row, 1 / sum_j P_ij^2",
     "largest_weight": "mean largest weight of a row",
     "first_token_mass": "mean weight of the first token in a row",
@@ -309,7 +310,7 @@ NAMES = {
     "symmetry_defect": "size of the antisymmetric part of the kernel, |K - K^T| / (2 |K|)",
 }
 BOUNDS = {
-    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect", "column_sum_deviation_rms"), AT_LEAST_0),
+    **dict.fromkeys(("row_mass", "row_entropy", "bistochastic_defect", "column_sum_deviation_rms"), AT_LEAST_0),
     **dict.fromkeys(("row_sum_deviation_max", "row_sum_deviation_rms"), AT_LEAST_0),
     **dict.fromkeys(("largest_weight", "first_token_mass", "future_mass", "symmetry_defect"), SHARE),
     "effective_keys": AT_LEAST_1,
@@ -319,7 +320,7 @@ BOUNDS = {
 class KernelStatistics(Instrument):
     """Instrument: statistics of the attention kernel in every layer (at every time of a simulation), for every head.
 
-    The quantities are ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``,
+    The quantities are ``row_mass``, ``row_entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``,
     ``future_mass``; the deviations from 1 of the row sums, ``row_sum_deviation_max`` and ``row_sum_deviation_rms``, and
     of the column sums of the normalized rows, ``bistochastic_defect`` (the largest) and ``column_sum_deviation_rms``;
     and ``symmetry_defect``. The result has an axis ``head`` where there are several heads. Quantities per query are
@@ -353,7 +354,7 @@ class KernelStatistics(Instrument):
         """The statistics of every head (if there are several), layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = NAMES[str(name)]
+            value.attrs |= label_attributes(NAMES[str(name)])
         return with_bounds(measured, BOUNDS)
 
 
@@ -385,7 +386,7 @@ def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict
     has_keys = mass > 0
     per_mass, log_mass = 1 / torch.where(has_keys, mass, 1.0), torch.where(has_keys, mass, 1.0).log()
     per_query = {
-        "entropy": log_mass - sums["logs"] * per_mass,
+        "row_entropy": log_mass - sums["logs"] * per_mass,
         "effective_keys": torch.where(has_keys, mass / torch.where(has_keys, sums["length"], 1.0), 1.0) ** 2,
         "largest_weight": sums["largest"] * per_mass,
         "first_token_mass": sums["first"] * per_mass,

@@ -18,10 +18,10 @@ the same Sigma: a low rank would lower the second one alone otherwise. J is that
 
 How to read it. Whitening helps where ``antisymmetric_share_after`` is below ``antisymmetric_share_before``;
 ``antisymmetric_share_after_null`` and ``commutator_null`` have Sigma with random eigenvectors in its range. The premise
-of a constant Sigma holds where ``variation`` is near 0. For a symmetric J whitening gives a gradient only where the
-commutator is 0. How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by: NaN.
-``variation`` comes from few tokens. Eigenvalues near ``tol`` of the largest are divided by, and J' is dominated
-by them. Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
+of a constant Sigma holds where ``sigma_variation`` is near 0. For a symmetric J whitening gives a gradient only where
+the commutator is 0. How it fails. Where Sigma is 0, as for a token with a single key, there is nothing to whiten by:
+NaN. ``sigma_variation`` comes from few tokens. Eigenvalues near ``tol`` of the largest are divided by, and J' is
+dominated by them. Cost. One replay, and one eigendecomposition of a d x d matrix for every layer and prompt.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.attention_diffusion import head_covariances, tangent_covariance
 from helmscope.observe.head_moments import HEADS_NEED, TangentSpaces, centered_output, with_heads
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import tangent_jacobians
 from helmscope.observe.token_choice import sample_tokens, taken
@@ -54,7 +55,7 @@ NAMES = {
     "antisymmetric_share_after_null": "antisymmetric share of the MLP's Jacobian, whitened with random eigenvectors",
     "antisymmetric_share_change": "change of the antisymmetric share by whitening",
     "antisymmetric_share_change_null": "change of the antisymmetric share by whitening with random eigenvectors",
-    "variation": "variance of Sigma_A over tokens over the squared norm of its mean",
+    "sigma_variation": "variance of Sigma_A over tokens over the squared norm of its mean",
     "commutator": "commutator of Hess V and Sigma_A, relative to the product of their norms",
     "commutator_null": "commutator of Hess V and a Sigma_A with random eigenvectors, relative",
     "sigma_rank": "rank of the mean Sigma_A of a prompt",
@@ -64,7 +65,7 @@ SHARES = ("antisymmetric_share_before", "antisymmetric_share_after", "antisymmet
 
 class LayerWhitening(Instrument):
     """Instrument: the antisymmetric share of the MLP's Jacobian before and after whitening by the mean Sigma_A of
-    ``tokens`` tokens of each prompt, the variation of Sigma_A over them, and its commutator with Hess V.
+    ``sampled_tokens`` tokens of each prompt, the variation of Sigma_A over them, and its commutator with Hess V.
 
     Tokens are drawn by ``seed`` among those that count, without the first; all of them where there are fewer. The
     quantities are those of the module's docstring, in every layer (at every time of a simulation) and replicate. Raises
@@ -84,8 +85,8 @@ class LayerWhitening(Instrument):
     name = "layer_whitening"
     needs = HEADS_NEED | Needs.FORCE
 
-    def __init__(self, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6) -> None:
-        self.tokens = check_integer("tokens", tokens, at_least=1)
+    def __init__(self, *, sampled_tokens: int = 4, seed: int = 0, tol: float = 1e-6) -> None:
+        self.sampled_tokens = check_integer("sampled_tokens", sampled_tokens, at_least=1)
         self.seed = check_integer("seed", seed, at_least=0)
         self.tol = check_real("tol", tol, above=0)
         self._halves: dict[str, Tensor] = {}
@@ -117,7 +118,7 @@ class LayerWhitening(Instrument):
 
     def _sampled(self, context: ReplayContext, state: Tensor) -> tuple[Tensor, Tensor]:
         weights = token_weights(state, context.weights)
-        return sample_tokens(context, weights, self.tokens, seed=self.seed, skip=1)
+        return sample_tokens(context, weights, self.sampled_tokens, seed=self.seed, first_position=1)
 
     def _keep(self, context: ReplayContext, state: Tensor) -> None:
         """Records a layer once both halves are known; their order differs between families."""
@@ -137,26 +138,26 @@ class LayerWhitening(Instrument):
         """The quantities of every layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = NAMES[str(name)]
+            value.attrs |= label_attributes(NAMES[str(name)])
         measured.attrs["radius"] = "recorded radius of each token; the Jacobian's factor 1/|y| cancels"
         measured.attrs["hessian"] = "minus the symmetric part of the MLP's Jacobian on the tangent space"
-        bounds = dict.fromkeys(("variation", "commutator", "commutator_null", "sigma_rank"), AT_LEAST_0)
+        bounds = dict.fromkeys(("sigma_variation", "commutator", "commutator_null", "sigma_rank"), AT_LEAST_0)
         return with_bounds(measured, bounds | dict.fromkeys(SHARES, SHARE))
 
 
 def layer_whitening(
-    system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
+    system: System, *, sampled_tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Whitening of every layer of a system, with replicates: ``LayerWhitening`` by one replay.
 
     ``progress`` is called with the share of the work done.
 
     >>> from helmscope import record
-    >>> measured = layer_whitening(record("A", ["Once upon a time there was a cat"]), tokens=2)
+    >>> measured = layer_whitening(record("A", ["Once upon a time there was a cat"]), sampled_tokens=2)
     >>> measured.antisymmetric_share_change.dims, bool((measured.antisymmetric_share_after <= 1).all())
     (('layer', 'prompt'), True)
     """
-    instrument = LayerWhitening(tokens=tokens, seed=seed, tol=tol)
+    instrument = LayerWhitening(sampled_tokens=sampled_tokens, seed=seed, tol=tol)
     return replayed(system, instrument, progress)
 
 
@@ -221,7 +222,7 @@ def whitening_of(
         "antisymmetric_share_after_null": null,
         "antisymmetric_share_change": after - before,
         "antisymmetric_share_change_null": null - before,
-        "variation": spread / float(mean.square().sum()),
+        "sigma_variation": spread / float(mean.square().sum()),
         "commutator": _commutator(length, values, hessian),
         "commutator_null": _commutator(length, size, -(turned + turned.mT) / 2, across @ turn),
         "sigma_rank": float(len(size)),

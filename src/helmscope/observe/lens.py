@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, origin_attributes, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Trajectory, check_progress, type_with_article
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from helmscope.types.progress import ProgressOption
 
-LABELS = {"kl": "KL divergence of the logit lens", "entropy": "entropy of the logit lens"}
+LABELS = {"kl": "KL divergence of the logit lens", "lens_entropy": "entropy of the logit lens"}
 LOGITS_PER_FORWARD = 1 << 22  # logits that the head may return at a time
 LOGITS_PER_SUM = 1 << 18  # logits that are summed at a time, which fit in a cache
 
@@ -38,7 +38,7 @@ class HasLogits(Protocol):
 def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.Dataset:
     """Divergence of the logit lens at each depth from the model's prediction, and its entropy, for each text in nats:
 
-        ``kl``          KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
+        ``kl``          KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``lens_entropy``  -sum_w p_t(w) log p_t(w)
 
     averaged over tokens by their weights, along (depth, prompt). p_t is the softmax of the head applied to the state at
     depth t, p that of the model itself, so the divergence is 0 at the last depth. Logits have the model's dtype, at
@@ -68,11 +68,11 @@ def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.D
             values[:, mask] = _per_token(final, system.logits(depth=depth, rows=rows)[mask]).cpu()
             means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
             report((begin + (step + 1) / len(depths) * len(m)) / texts)
-    quantities = {"kl": means[0], "entropy": means[1]}
+    quantities = {"kl": means[0], "lens_entropy": means[1]}
     measurement = with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
     for name, label in LABELS.items():
         measurement[name].attrs |= {"long_name": label, "units": "nats"}
-    return measurement
+    return measurement.assign_attrs(origin_attributes(system))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

@@ -33,7 +33,7 @@ from helmscope.observe.mlp_weights import GateSparsity, mlp_weights, weights_uns
 from helmscope.observe.mobility_test import mobility_test, mobility_unsupported
 from helmscope.observe.perturbation_growth import growth_unsupported, perturbation_growth
 from helmscope.observe.standalone import StandaloneMeasurement
-from helmscope.observe.track import check_system, replayed
+from helmscope.observe.track import check_system, origin_attributes, replayed
 from helmscope.observe.transport_ratio import transport_ratio
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -93,7 +93,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
             "transport_ratio", lambda system, quick, seed, progress: transport_ratio(system, progress=progress), (3, 3)
         ),
         StandaloneMeasurement("context_noise", _context_noise, (5, 4), context_unsupported),
-        _replayed(lambda quick, seed: AttentionDiffusionSpectrum(tokens=1 if quick else 2, seed=seed), (4, 4)),
+        _replayed(lambda quick, seed: AttentionDiffusionSpectrum(sampled_tokens=1 if quick else 2, seed=seed), (4, 4)),
         StandaloneMeasurement(
             "attention_surface_divergence", _attention_surface_divergence, (5, 3), divergence_unsupported
         ),
@@ -107,7 +107,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
         ),
         StandaloneMeasurement("mlp_entropy_change", _mlp_entropy_change, (18, 10), entropy_change_unsupported),
         StandaloneMeasurement("generator_test", _generator_test, (15, 27), steps_unsupported),
-        _replayed(lambda quick, seed: LayerWhitening(tokens=2 if quick else 4, seed=seed), (17, 20)),
+        _replayed(lambda quick, seed: LayerWhitening(sampled_tokens=2 if quick else 4, seed=seed), (17, 20)),
         StandaloneMeasurement("perturbation_growth", _perturbation_growth, (24, 14), growth_unsupported),
         StandaloneMeasurement("jko_step_test", _jko_step_test, (37, 89), jko_unsupported),
         StandaloneMeasurement("mobility_test", _mobility_test, (68, 66), mobility_unsupported),
@@ -115,7 +115,7 @@ def standalone_measurements() -> tuple[StandaloneMeasurement, ...]:
     )
 
 
-def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, float]) -> StandaloneMeasurement:
+def _replayed(make: Callable[[bool, int], Instrument], forward_passes: tuple[float, float]) -> StandaloneMeasurement:
     """The measurement of an instrument that takes a replay of its own, since it is slower than the streaming ones."""
 
     def function(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -123,7 +123,7 @@ def _replayed(make: Callable[[bool, int], Instrument], forwards: tuple[float, fl
 
     instrument = make(True, 0)
     return StandaloneMeasurement(
-        instrument.name, function, forwards, lambda system: system.unsupported_reason(instrument)
+        instrument.name, function, forward_passes, lambda system: system.unsupported_reason(instrument)
     )
 
 
@@ -142,15 +142,15 @@ def _perturbation_growth(system: System, *, quick: bool, seed: int, progress: Pr
 
 
 def _free_energy(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return free_energy_along_depth(system, tokens=4 if quick else 16, progress=progress)
+    return free_energy_along_depth(system, sampled_tokens=4 if quick else 16, progress=progress)
 
 
 def _mlp_entropy_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mlp_entropy_change(system, tokens=4 if quick else 16, progress=progress)
+    return mlp_entropy_change(system, sampled_tokens=4 if quick else 16, progress=progress)
 
 
 def _generator_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return generator_test(system, tokens=4 if quick else 16, seed=seed, progress=progress)
+    return generator_test(system, sampled_tokens=4 if quick else 16, seed=seed, progress=progress)
 
 
 def _jko_step_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -158,7 +158,7 @@ def _jko_step_test(system: System, *, quick: bool, seed: int, progress: Progress
 
 
 def _mobility_test(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    return mobility_test(system, tokens=1 if quick else 2, seed=seed, progress=progress)
+    return mobility_test(system, sampled_tokens=1 if quick else 2, seed=seed, progress=progress)
 
 
 def _mlp_weights(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
@@ -268,6 +268,8 @@ def measure(
             warnings.warn(f"{each.name} is left out: {error}", stacklevel=2)
         done += cost
         report(done / total)
+    for name, data in measured.items():
+        measured[name] = as_measurement(data.assign_attrs(origin_attributes(system)))
     return measured
 
 

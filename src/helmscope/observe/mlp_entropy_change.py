@@ -25,8 +25,8 @@ so that gain and bias are a part of the map; r in the first order is <x, z>, the
 How to read it. Below 0 the MLP gathers the tokens, above 0 it spreads them. Where the two differ, the half-step is too
 large for the entropy identity of a flow.
 How it fails. A singular map, such as one that sends a neighborhood to a point, has Delta H = -infinity: NaN, counted in
-``singular``. An attention half-step is not a map of one token, and has no such change. The radius of each token is kept
-fixed: that a cloud of states also moves in radius is left out.
+``singular_count``. An attention half-step is not a map of one token, and has no such change. The radius of each token
+is kept fixed: that a cloud of states also moves in radius is left out.
 Cost. One replay, and a d x d Jacobian with its LU decomposition for each sampled token, O(h d^2 + d^3).
 """
 
@@ -45,6 +45,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle
 from helmscope.models.recording import Recording
 from helmscope.models.topology import Kind
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.token_choice import spaced_tokens, taken
 from helmscope.observe.track import AT_LEAST_0, check_system, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -68,11 +69,11 @@ TOKENS = 16  # of each prompt
 ENTRIES = 2**22  # of Jacobians in memory at a time
 LABELS = {
     "entropy_change": "exact change of entropy over the MLP half-step, E log |det D_S T| (nats)",
-    "surface_divergence": "entropy change of the MLP to first order, E div_S(P f) / r (nats)",
+    "first_order_entropy_change": "entropy change of the MLP to first order, E div_S(P f) / r (nats)",
     "token_entropy_change": "log |det D_S T| of a token (nats)",
-    "token_surface_divergence": "div_S(P f) / r of a token (nats)",
+    "token_first_order_entropy_change": "div_S(P f) / r of a token (nats)",
     "token": "position of the sampled token",
-    "singular": "sampled tokens at which the map is singular",
+    "singular_count": "sampled tokens at which the map is singular",
 }
 # largest angle between T(x) and the recorded next direction, by the dtype in which the model runs
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
@@ -188,9 +189,9 @@ class _MapEntropy(Instrument):
     needs = Needs.FORCE | Needs.MLP
 
     def __init__(
-        self, path: Trajectory, tokens: int | None, allowed: float, norms: Mapping[int, Norm] | None = None
+        self, path: Trajectory, sampled_tokens: int | None, allowed: float, norms: Mapping[int, Norm] | None = None
     ) -> None:
-        self.path, self.tokens, self.allowed, self.norms = path, tokens, allowed, norms or {}
+        self.path, self.sampled_tokens, self.allowed, self.norms = path, sampled_tokens, allowed, norms or {}
         self.singular = ""
         self.dim = 0
 
@@ -198,7 +199,7 @@ class _MapEntropy(Instrument):
         """Records the maps at the inputs of the MLP."""
         weights = token_weights(tensors.state, context.weights).double()
         start, replicate = context.rows.start, self.plan.replicate
-        chosen, counts = spaced_tokens(weights, self.tokens, replicate=replicate, start=start)
+        chosen, counts = spaced_tokens(weights, self.sampled_tokens, replicate=replicate, start=start)
         assert tensors.point is not None
         state, point = (taken(each, chosen).double() for each in (tensors.state, tensors.point))
         state = state - state.mean(-1, keepdim=True) if context.centered else state
@@ -216,7 +217,7 @@ class _MapEntropy(Instrument):
     def _keep(self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor, m: Tensor) -> None:
         tokens = {
             "token_entropy_change": found.log_det,
-            "token_surface_divergence": found.divergence,
+            "token_first_order_entropy_change": found.divergence,
             "token": chosen.double(),
         }
         tokens = {name: torch.where(counts, value, torch.nan) for name, value in tokens.items()}
@@ -226,8 +227,10 @@ class _MapEntropy(Instrument):
             self.singular = (
                 f"{self.plan.replicate} {context.rows.start + row}, layer {context.layer}, token {int(chosen[row, k])}"
             )
-        means = {name: token_mean(tokens[f"token_{name}"], m) for name in ("entropy_change", "surface_divergence")}
-        self.keep(context, means | {"singular": singular.sum(-1).double()})
+        means = {
+            name: token_mean(tokens[f"token_{name}"], m) for name in ("entropy_change", "first_order_entropy_change")
+        }
+        self.keep(context, means | {"singular_count": singular.sum(-1).double()})
         self.keep(context, tokens, axes=("sample",))
 
     def _compare(self, context: ReplayContext, found: SphereMap, chosen: Tensor, counts: Tensor) -> None:
@@ -252,16 +255,16 @@ class _MapEntropy(Instrument):
         """The changes of entropy of every layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = LABELS[str(name)]
+            value.attrs |= label_attributes(LABELS[str(name)])
         singular = f"NaN, first at {self.singular}" if self.singular else "none"
         measured.attrs |= {
             "sphere": f"direction of the state that the MLP reads{', without gain and bias' if self.norms else ''}",
             "radius": "recorded radius of each token",
             "dimension": self.dim,
-            "tokens": "all" if self.tokens is None else self.tokens,
+            "sampled_tokens": "all" if self.sampled_tokens is None else self.sampled_tokens,
             "singular_maps": singular,
         }
-        return with_bounds(measured, {"singular": AT_LEAST_0, "token": AT_LEAST_0})
+        return with_bounds(measured, {"singular_count": AT_LEAST_0, "token": AT_LEAST_0})
 
 
 def _check_directions(radius: Tensor, counts: Tensor, context: ReplayContext, replicate: str, chosen: Tensor) -> None:
@@ -277,33 +280,36 @@ def _check_directions(radius: Tensor, counts: Tensor, context: ReplayContext, re
 
 
 @shows_progress("entropy of maps")
-def mlp_entropy_change(system: System, *, tokens: int | None = TOKENS, progress: ProgressOption = None) -> xr.Dataset:
+def mlp_entropy_change(
+    system: System, *, sampled_tokens: int | None = TOKENS, progress: ProgressOption = None
+) -> xr.Dataset:
     """The exact change of entropy of every MLP half-step, E log |det D_S T| with T(x) = N(r x + f(x)), and its first
     order E div_S(P f) / r, over (layer, prompt).
 
-    Both are means over the same ``tokens`` of each prompt, evenly spaced among those that count, without the first (all
-    of them if None), so that the spread between prompts contains the error of sampling; ``token_entropy_change`` and
-    ``token_surface_divergence`` are those of each token, along ``sample``, and ``token`` its position. r is the
-    recorded radius of each token; in a post-norm block T(x) = N(z + f(x)) with the state z after its norm, gain and
-    bias included. NaN where the map of a sampled token is singular (the entropy becomes -infinity): ``singular`` counts
-    them, and the attribute ``singular_maps`` names the first. T must reproduce the recorded next direction.
+    Both are means over the same ``sampled_tokens`` of each prompt, evenly spaced among those that count, without the
+    first (all of them if None), so that the spread between prompts contains the error of sampling;
+    ``token_entropy_change`` and ``token_first_order_entropy_change`` are those of each token, along ``sample``, and
+    ``token`` its position. r is the recorded radius of each token; in a post-norm block T(x) = N(z + f(x)) with the
+    state z after its norm, gain and bias included. NaN where the map of a sampled token is singular (the entropy
+    becomes -infinity): ``singular_count`` counts them, and the attribute ``singular_maps`` names the first. T must
+    reproduce the recorded next direction.
 
     Raises HelmscopeError, as ``entropy_change_unsupported`` says, for flows, parallel blocks, norms after the MLP and
     mixtures of experts, and where T does not reproduce what happened: edited writes, noise, or layers that were not all
     stored.
 
     >>> from helmscope import record
-    >>> measured = mlp_entropy_change(record("A", ["Once upon a time there was a cat"]), tokens=2)
+    >>> measured = mlp_entropy_change(record("A", ["Once upon a time there was a cat"]), sampled_tokens=2)
     >>> measured.entropy_change.dims, bool((measured.entropy_change < 0).all())  # the MLPs of A gather tokens
     (('layer', 'prompt'), True)
     """
-    tokens = None if tokens is None else check_integer("tokens", tokens, at_least=1)
+    sampled_tokens = None if sampled_tokens is None else check_integer("sampled_tokens", sampled_tokens, at_least=1)
     reason = entropy_change_unsupported(check_system(system))
     if reason is not None:
         raise HelmscopeError(reason)
     path = system.on_sphere if isinstance(system, Recording) else system.trajectory
     dtype = system.anatomy.model.dtype if isinstance(system, Recording) else path.states.dtype
-    instrument = _MapEntropy(path, tokens, TOLERANCE[dtype], _norms_of(system))
+    instrument = _MapEntropy(path, sampled_tokens, TOLERANCE[dtype], _norms_of(system))
     return system.replay(instrument, progress=progress)[instrument.name]
 
 

@@ -27,6 +27,7 @@ import torch
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry.sphere import check_tokens
 from helmscope.models.experts import ClampedGatedMLP, MixtureOfExperts
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_mixture import PreparedMixture, joined, prepare
 from helmscope.observe.mlp_parts import PreparedMLP, is_centered
 from helmscope.observe.token_choice import spaced_tokens
@@ -48,13 +49,13 @@ TOKENS = 32  # of a prompt, at which what is quadratic in the Jacobian is evalua
 AXES = {"unit_sphere": "norm folded in: unit sphere", "mlp_input": "norm not folded in: MLP input"}
 LABELS = {
     "force_length": "length |f| of the MLP's force",
-    "tangential_speed": "length |P f| of the tangential part of the MLP's force",
+    "tangential_force_length": "length |P f| of the tangential part of the MLP's force",
     "radial_force": "radial part <x, f> of the MLP's force",
     "harmonic_length": "length of the constant part of the MLP's force: b_out and constant neurons",
     "trace": "trace of the MLP's Jacobian",
     "antisymmetric_share": "antisymmetric share |A|^2 / |Df|^2 of the MLP's Jacobian",
     "surface_divergence": "surface divergence of the tangential part of the MLP's force",
-    "attention_tangential_speed": "length of the tangential part of what attention writes",
+    "attention_tangential_length": "length of the tangential part of what attention writes",
 }
 for _coordinates, _text in AXES.items():
     LABELS |= {
@@ -75,19 +76,20 @@ class MlpForce(Instrument):
     """Instrument: the MLP's force in each layer (at each time of a simulation), averaged over the tokens of each system
     by their weights.
 
-    ``force_length`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``harmonic_length`` |f - grad U - R|,
-    which is b_out with the constant neurons; ``antisymmetric_share`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0),
+    ``force_length`` |f|, ``tangential_force_length`` |P f|, ``radial_force`` <x, f>, ``harmonic_length`` |f - grad U -
+    R|, which is b_out with the constant neurons; ``antisymmetric_share`` |A|^2 / |Df|^2 in [0, 1] (none where Df = 0),
     ``trace`` tr Df and ``surface_divergence`` div_S(P f). In each of the coordinates C = unit_sphere (norm folded in)
     and mlp_input (not folded in): ``potential_C`` U, ``energy_C`` -U, ``gradient_length_C`` |grad U|,
     ``swirl_length_C`` |R|, and ``swirl_fraction_as_printed_C`` = sum |R|^2 / sum |f|^2 over the tokens of a system,
     which is not a fraction: it depends on the weights that define f and can exceed 1 [Helmholtz Transformer, no. 3].
-    Where there is attention also ``attention_tangential_speed`` |P a|, with a the write of attention (after a norm, if
+    Where there is attention also ``attention_tangential_length`` |P a|, with a the write of attention (after a norm, if
     one follows) for a layer of step size 1.
 
-    ``antisymmetric_share``, and the term x^T Df x of ``surface_divergence``, are means over ``tokens`` tokens of a
-    prompt at most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost O(h^2)
-    per token for h neurons, more than all the rest. The error of sampling is a part of the spread between prompts,
-    hence of every interval. ``tokens=None`` takes all tokens, as do mixtures of experts and ``per_token``.
+    ``antisymmetric_share``, and the term x^T Df x of ``surface_divergence``, are means over ``sampled_tokens`` tokens
+    of a prompt at most, evenly spaced among those that count (attribute ``jacobian_tokens``): |Df|^2 and tr Df^2 cost
+    O(h^2) per token for h neurons, more than all the rest. The error of sampling is a part of the spread between
+    prompts, hence of every interval. ``sampled_tokens=None`` takes all tokens, as do mixtures of experts and
+    ``per_token``.
 
     With ``per_token``, also ``token_potential_C``, ``token_energy_C`` and ``token_antisymmetric_share`` along the axis
     ``token``, NaN at tokens of weight 0. A mixture of experts is measured as routed, with frozen routing weights, and
@@ -101,23 +103,25 @@ class MlpForce(Instrument):
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> run = integrate(turn, torch.eye(2).expand(3, 2, 2), times=[0.0])
-    >>> run.replay(MlpForce())["mlp_force"].tangential_speed.values.tolist()
+    >>> run.replay(MlpForce())["mlp_force"].tangential_force_length.values.tolist()
     [[1.0, 1.0, 1.0]]
     """
 
     name = "mlp_force"
     needs = Needs.FORCE | Needs.ATTENTION_WRITE
 
-    def __init__(self, *, per_token: bool = False, tokens: int | None = TOKENS) -> None:
+    def __init__(self, *, per_token: bool = False, sampled_tokens: int | None = TOKENS) -> None:
         if not isinstance(per_token, bool):
             raise HelmscopeError(f"per_token is {per_token!r}, but it must be True or False")
         self.per_token = per_token
-        self.tokens = None if tokens is None or per_token else check_integer("tokens", tokens, at_least=1)
+        self.sampled_tokens = (
+            None if sampled_tokens is None or per_token else check_integer("sampled_tokens", sampled_tokens, at_least=1)
+        )
         self._prepared: dict[int, PreparedMLP | PreparedMixture] = {}
         self._facts: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"MlpForce(per_token={self.per_token}, tokens={self.tokens})"
+        return f"MlpForce(per_token={self.per_token}, sampled_tokens={self.sampled_tokens})"
 
     def unsupported_reason(self, system: System) -> str | None:
         """Why a system cannot be measured: its forces must be MLPs or mixtures of them."""
@@ -140,7 +144,7 @@ class MlpForce(Instrument):
         speed = torch.linalg.vector_norm(write - (x * write).sum(-1, keepdim=True) * x, dim=-1)
         speed = speed if context.step is None else speed / context.step
         self.keep(
-            context, {"attention_tangential_speed": token_mean(speed, token_weights(tensors.state, context.weights))}
+            context, {"attention_tangential_length": token_mean(speed, token_weights(tensors.state, context.weights))}
         )
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
@@ -152,7 +156,9 @@ class MlpForce(Instrument):
             "tangent_dimension": str(x.shape[-1] - 1 - centered),
             "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
             "mlp_input: the output of the norm, which the MLP reads",
-            "jacobian_tokens": "all" if self.tokens is None else f"at most {self.tokens}, evenly spaced",
+            "jacobian_tokens": "all"
+            if self.sampled_tokens is None
+            else f"at most {self.sampled_tokens}, evenly spaced",
         }
         if isinstance(prepared, PreparedMixture):
             self._facts["jacobian_tokens"] = "all"
@@ -160,8 +166,8 @@ class MlpForce(Instrument):
             parts = joined([prepared.at(cloud[None]) for cloud in x])
             self._keep_experts(context, parts, x, weights, len(prepared.experts), centered)
         else:
-            every = self.tokens is None or self.tokens >= weights.shape[-1]
-            sample = None if every else spaced_tokens(weights, self.tokens, include_first_token=True)[0]
+            every = self.sampled_tokens is None or self.sampled_tokens >= weights.shape[-1]
+            sample = None if every else spaced_tokens(weights, self.sampled_tokens, include_first_token=True)[0]
             known = _reads_unit_vectors(x if tensors.point is None else tensors.point, weights)
             parts = prepared.at(
                 x,
@@ -206,13 +212,13 @@ class MlpForce(Instrument):
             if "potential_" in str(name):
                 measured[str(name).replace("potential_", "energy_")] = -measured[name]
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = LABELS.get(str(name).removeprefix("token_"), str(name))
+            value.attrs |= label_attributes(LABELS.get(str(name).removeprefix("token_"), str(name)))
         measured.attrs |= self._facts
         return with_bounds(measured, BOUNDS)
 
 
 def mlp_force(
-    system: System, *, per_token: bool = False, tokens: int | None = TOKENS, progress: ProgressOption = None
+    system: System, *, per_token: bool = False, sampled_tokens: int | None = TOKENS, progress: ProgressOption = None
 ) -> xr.Dataset:
     """Force, potential and swirl of a system's MLPs, with replicates: ``MlpForce`` by one replay.
 
@@ -222,10 +228,10 @@ def mlp_force(
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> measured = mlp_force(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
-    >>> measured.tangential_speed.values.round(6).tolist(), measured.antisymmetric_share.values.round(6).tolist()
+    >>> measured.tangential_force_length.values.round(6).tolist(), measured.antisymmetric_share.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
-    instrument = MlpForce(per_token=per_token, tokens=tokens)
+    instrument = MlpForce(per_token=per_token, sampled_tokens=sampled_tokens)
     return replayed(system, instrument, progress)
 
 
@@ -239,7 +245,7 @@ def token_quantities(parts: Parts, x: Tensor, *, centered: bool) -> dict[str, Te
     """
     f, inner = parts.force, (x * parts.force).sum(-1)
     tangential = f - inner.unsqueeze(-1) * x - (f.mean(-1, keepdim=True) if centered else 0.0)
-    vectors = {"force_length": f, "tangential_speed": tangential, "harmonic_length": parts.harmonic}
+    vectors = {"force_length": f, "tangential_force_length": tangential, "harmonic_length": parts.harmonic}
     vectors |= {f"gradient_length_{name}": split.gradient for name, split in parts.splits.items()}
     vectors |= {f"swirl_length_{name}": split.swirl for name, split in parts.splits.items()}
     return {

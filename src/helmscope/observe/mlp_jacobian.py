@@ -18,7 +18,7 @@ In a mixture of experts J is that of the routed force with the routing weights p
 is the share with their derivative, sum p_k J_k + f_k (grad p_k)^T, while the selection of experts has none.
 ``expert_NAME`` is the same for each expert alone, at the tokens that select it and by its routing weights, with C that
 of the prompt.
-How it fails. With fewer tokens than dimensions C has rank n - 1 (``covariance_rank_limit``): it does not see the other
+How it fails. With fewer tokens than dimensions C has rank n - 1 (``covariance_rank_bound``): it does not see the other
 directions; identical tokens have C = 0 and no weighted share (NaN). J = 0 has no share (NaN at such tokens, which the
 mean leaves out).
 Cost. One replay, O(h^2) per token for the plain and tangent shares, and O(h^2 n) per prompt for C.
@@ -32,6 +32,7 @@ import torch
 
 from helmscope.fields.jacobian_algebra import JacobianInvariants, jacobian_algebra, slopes_of
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_mixture import DENSE_ENTRIES, PreparedMixture, prepare
 from helmscope.observe.mlp_parts import is_centered
@@ -52,11 +53,11 @@ LABELS = {
     "antisymmetric_share_weighted": "antisymmetric share of the MLP's Jacobian, weighted by token covariance",
     "positive_trace_share": "share of tokens at which the MLP's Jacobian has a trace above 0",
     "weighted_trace": "tr(J C), C the covariance of the tokens",
-    "covariance_rank_limit": "largest possible rank of C: tokens minus one, or the dimension",
+    "covariance_rank_bound": "largest possible rank of C: tokens minus one, or the dimension",
 }
 SHARES = tuple(name for name in LABELS if name.startswith("antisymmetric_share"))
 LABELS |= {f"{name}_with_router": f"{LABELS[name]}, with the derivative of the routing weights" for name in SHARES}
-EXPERT = tuple(name for name in LABELS if name != "covariance_rank_limit" and not name.endswith("_with_router"))
+EXPERT = tuple(name for name in LABELS if name != "covariance_rank_bound" and not name.endswith("_with_router"))
 LABELS |= {f"expert_{name}": f"{LABELS[name]}, by expert" for name in EXPERT}
 LABELS |= {"expert_weight": "mean routing weight of an expert"}
 
@@ -120,7 +121,7 @@ class MlpJacobian(Instrument):
         """The shares of every layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = LABELS[str(name)]
+            value.attrs |= label_attributes(LABELS[str(name)])
         if "expert_weight" in measured:
             measured.attrs["routing_weights"] = "frozen, except in variables whose names end in _with_router"
         measured.attrs["frame"] = "unit sphere: the norm's gain and bias folded into the weights"
@@ -316,7 +317,7 @@ def _summary(kinds: Kinds, weights: Tensor, factor: Tensor) -> dict[str, Tensor]
         "antisymmetric_share_weighted": _mean(weighted.antisymmetric_share, weights),
         "positive_trace_share": _mean(positive, weights),
         "weighted_trace": _mean(weighted.trace, weights),
-        "covariance_rank_limit": weights.new_tensor(float(min(counted - 1, factor.shape[-1]))),
+        "covariance_rank_bound": weights.new_tensor(float(min(counted - 1, factor.shape[-1]))),
     }
 
 

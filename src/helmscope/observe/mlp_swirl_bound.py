@@ -38,6 +38,7 @@ from helmscope.fields.gradient_basis import GradientBasis
 from helmscope.fields.gradient_fit import Moments, fit_moments, root_mean_square
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import MixtureOfExperts
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_force import unit_points
 from helmscope.observe.mlp_parts import is_centered
 from helmscope.observe.token_choice import spaced_tokens, taken
@@ -69,19 +70,19 @@ RANK = 1e-6  # spread along a dimension, relative to the length of tokens, that 
 
 @shows_progress("projecting MLPs on gradients")
 def mlp_swirl_bound(
-    system: System, *, neurons: int = 768, tokens: int = 4096, progress: ProgressOption = None
+    system: System, *, neurons: int = 768, max_tokens: int = 4096, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The share of the force of each MLP that no potential of the basis explains, cross-validated over prompts: an
     upper bound on the swirl share, one value per prompt: E|f - grad U|^2 / E|f|^2, with U fitted on the other half of
     the prompts.
 
-    At most ``tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_share_bound`` is the share with the
-    whole basis, ``swirl_share_bound_quadratic`` that with quadratic potentials alone. Both are NaN in a layer where the
-    tokens of half of the prompts do not span all dimensions (fewer than d + 1 distinct ones, d after a LayerNorm, or a
-    covariance of lower rank); the attribute ``undetermined`` then says so. A mixture of experts is taken as routed, its
-    weights frozen, and ``expert_NAME`` and ``expert_weight`` have the axis ``expert``: NaN for an expert that no token
-    of a prompt selects. Raises HelmscopeError for fewer than four prompts, and for experts with clamped neurons, which
-    have no potential. ``progress`` is called with the share of the layers done.
+    At most ``max_tokens`` tokens in all are used, evenly spaced in each prompt. ``swirl_share_bound`` is the share with
+    the whole basis, ``swirl_share_bound_quadratic`` that with quadratic potentials alone. Both are NaN in a layer where
+    the tokens of half of the prompts do not span all dimensions (fewer than d + 1 distinct ones, d after a LayerNorm,
+    or a covariance of lower rank); the attribute ``undetermined`` then says so. A mixture of experts is taken as
+    routed, its weights frozen, and ``expert_NAME`` and ``expert_weight`` have the axis ``expert``: NaN for an expert
+    that no token of a prompt selects. Raises HelmscopeError for fewer than four prompts, and for experts with clamped
+    neurons, which have no potential. ``progress`` is called with the share of the layers done.
 
     >>> from helmscope.solve.integrate import integrate
     >>> x = torch.nn.functional.normalize(torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -89,7 +90,7 @@ def mlp_swirl_bound(
     >>> bool(mlp_swirl_bound(integrate(still, x, times=[0.0])).swirl_share_bound.max() < 1e-2)
     True
     """
-    instrument = _Samples(check_integer("tokens", tokens, at_least=8))
+    instrument = _Samples(check_integer("max_tokens", max_tokens, at_least=8))
     measured = check_system(system).replay(instrument, progress=False)[instrument.name].drop_vars("sampled")
     kept = check_integer("neurons", neurons, at_least=1)
     report, layers = check_progress(progress), []
@@ -133,8 +134,8 @@ class _Samples(Instrument):
     name = "mlp_swirl_bound"
     needs = Needs.FORCE
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.centered = False
         self._rows: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
@@ -152,7 +153,9 @@ class _Samples(Instrument):
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         weights = token_weights(tensors.state, context.weights)
         x = unit_points(self, context, tensors.point, weights)
-        chosen, counts = spaced_tokens(weights, max(1, self.tokens // self.plan.replicates), include_first_token=True)
+        chosen, counts = spaced_tokens(
+            weights, max(1, self.max_tokens // self.plan.replicates), include_first_token=True
+        )
         x, weights = taken(x, chosen), taken(weights, chosen) * counts
         self.centered = is_centered(tensors.norm)
         rows = self._rows.setdefault(context.layer, [])
@@ -214,7 +217,7 @@ def _described(name: str) -> dict[str, Any]:
         return {"long_name": "mean routing weight of an expert", "valid_min": 0.0}
     basis, by = SHARES[name.removeprefix("expert_")], ", by expert" if name.startswith("expert_") else ""
     label = f"upper bound on the swirl share of the MLP: share of |f|^2 not explained by {basis}{by}"
-    return {"long_name": label, "valid_min": 0.0}
+    return {**label_attributes(label), "valid_min": 0.0}
 
 
 @dataclass(frozen=True, eq=False)

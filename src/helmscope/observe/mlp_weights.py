@@ -7,13 +7,13 @@ With v_j the rows of W_in (of the gate, if gated) and w_j the columns of W_out [
     gate sparsity                   share of neurons whose pre-activation is below a threshold at a token
 
 How to read it. References of the coherence: ``welch_bound``, which no h rows in R^d can go below, and
-``coherence_gaussian``, that of Gaussian rows of the same shape. ``alignment_absolute_null`` pairs w and v at random.
-For an ungated MLP |cos| = 1 for every neuron makes it a gradient, whatever the coherence; low coherence only makes the
-cross terms of the split small.
+``coherence_gaussian``, that of Gaussian rows of the same shape. ``neuron_alignment_absolute_null`` pairs w and v at
+random. For an ungated MLP |cos| = 1 for every neuron makes it a gradient, whatever the coherence; low coherence only
+makes the cross terms of the split small.
 How it fails. cos depends on the coordinates: by default the weights are those of the model, which read the norm's
 output; ``fold_norm=True`` takes those that read unit vectors. Constant neurons (v = 0) have no cos and are left out;
-``dead_neurons`` counts them. A neuron below the threshold is not off for every activation: GELU and SiLU are not 0
-there.
+``constant_neuron_count`` counts them. A neuron below the threshold is not off for every activation: GELU and SiLU are
+not 0 there.
 Cost. O(h^2 d) per layer, no forward pass; gate sparsity takes one replay.
 """
 
@@ -30,6 +30,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP, Force, affine
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.experts import MixtureOfExperts
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.track import SHARE, check_system, replayed, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -56,12 +57,12 @@ LABELS = {
     "coherence_max": "largest |cos| of two rows of W_in",
     "coherence_mean": "mean |cos| of two rows of W_in",
     "coherence_gaussian": "largest |cos| of two Gaussian rows of the same shape",
-    "welch_bound": "least possible largest |cos| of as many rows",
-    "alignment": "mean cos of what a neuron reads and writes",
-    "alignment_absolute": "mean |cos| of what a neuron reads and writes",
-    "alignment_absolute_null": "mean |cos| of what a neuron reads and another writes",
-    "dead_neurons": "constant neurons: v = 0",
-    "neuron_alignment": "cos of what a neuron reads and writes",
+    "welch_bound": "lower bound on the largest |cos| of so many rows",
+    "neuron_alignment_mean": "mean cosine of a neuron's input and output weights",
+    "neuron_alignment_absolute": "mean |cosine| of a neuron's input and output weights",
+    "neuron_alignment_absolute_null": "mean |cos| of what a neuron reads and another writes",
+    "constant_neuron_count": "constant neurons: v = 0",
+    "neuron_alignment": "cosine of a neuron's input and output weights",
     "neuron_coherence": "largest |cos| of what a neuron and another one read",
 }
 BY_NEURON = ("neuron_alignment", "neuron_coherence")
@@ -91,8 +92,8 @@ def neuron_coherence(force: Force) -> Float[Tensor, " h"]:
 
 
 def welch_bound(count: int, dim: int) -> float:
-    """Welch's bound sqrt((h - d) / (d (h - 1))), the least largest |cos| that h rows in R^d can have (Welch 1974); 0
-    for h <= d.
+    """Welch's bound sqrt((h - d) / (d (h - 1))), the smallest possible maximum of |cos| over h rows in R^d (Welch
+    1974); 0 for h <= d.
 
     >>> round(welch_bound(3, 2), 12)  # attained by three lines at 60 degrees
     0.5
@@ -163,7 +164,7 @@ def mlp_weights(
 
     >>> from helmscope.solve.integrate import integrate
     >>> seen = mlp_weights(integrate(MLP(w_in=torch.eye(2), w_out=-torch.eye(2)), torch.eye(2), times=[0.0]))
-    >>> seen.alignment.item(), seen.coherence_max.item()
+    >>> seen.neuron_alignment_mean.item(), seen.coherence_max.item()
     (-1.0, 0.0)
     """
     import xarray as xr
@@ -190,7 +191,7 @@ def mlp_weights(
     coords = {"layer": list(system.layers), "expert": np.arange(experts), "neuron": np.arange(neurons)}
     measured = xr.Dataset(variables, coords)
     for label, value in measured.data_vars.items():
-        value.attrs["long_name"] = LABELS[str(label)]
+        value.attrs |= label_attributes(LABELS[str(label)])
     measured.attrs["frame"] = "unit sphere: norm folded in" if fold_norm else "output of the norm: weights of the model"
     mixed = any(isinstance(force, MixtureOfExperts) for force in layers)
     return as_measurement(measured if mixed else measured.squeeze("expert", drop=True))
@@ -291,7 +292,7 @@ class GateSparsity(Instrument):
         labels["neuron_gate_sparsity"] = f"share of tokens at which a neuron is below {self.threshold:g}"
         labels["expert_weight"] = "mean routing weight of an expert"
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = labels[str(name)]
+            value.attrs |= label_attributes(labels[str(name)])
         return with_bounds(measured, dict.fromkeys([name for name in labels if name != "expert_weight"], SHARE))
 
 
@@ -351,10 +352,10 @@ def _of_force(
             "coherence_mean": mean,
             "coherence_gaussian": gaussian_coherence(*rows.shape, seed=seed) if len(rows) > 1 else math.nan,
             "welch_bound": welch_bound(*rows.shape),
-            "alignment": float(cosine[exists].mean()),
-            "alignment_absolute": float(cosine[exists].abs().mean()),
-            "alignment_absolute_null": float(null.mean()),
-            "dead_neurons": float((~torch.stack([r.any(-1) for r in force.input_rows]).any(0)).sum()),
+            "neuron_alignment_mean": float(cosine[exists].mean()),
+            "neuron_alignment_absolute": float(cosine[exists].abs().mean()),
+            "neuron_alignment_absolute_null": float(null.mean()),
+            "constant_neuron_count": float((~torch.stack([r.any(-1) for r in force.input_rows]).any(0)).sum()),
             "neuron_alignment": cosine.cpu().numpy(),
             "neuron_coherence": coherence.cpu().numpy(),
         }

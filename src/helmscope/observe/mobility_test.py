@@ -31,6 +31,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.head_moments import HEADS_NEED, ROUNDING, TangentSpaces, centered_output, with_heads
 from helmscope.observe.kernel import ROW_SUM_TOLERANCE
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.mlp_force import MlpForce, unit_points
 from helmscope.observe.mlp_jacobian import force_jacobians
 from helmscope.observe.query_slopes import RecordedSlopes, simulated_slopes, slopes_unsupported
@@ -59,10 +60,10 @@ NAMES = {
 
 @shows_progress("measuring mobilities")
 def mobility_test(
-    system: System, *, tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
+    system: System, *, sampled_tokens: int = 4, seed: int = 0, tol: float = 1e-6, progress: ProgressOption = None
 ) -> xr.Dataset:
-    """The antisymmetric share of the Jacobian of Sigma^-1 b at ``tokens`` tokens of each prompt, in every layer (at
-    every time of a simulation); one value per replicate, the mean over the tokens.
+    """The antisymmetric share of the Jacobian of Sigma^-1 b at ``sampled_tokens`` tokens of each prompt, in every layer
+    (at every time of a simulation); one value per replicate, the mean over the tokens.
 
     Tokens are drawn by ``seed`` among those that count, without the first; all of them where there are fewer. Without
     an MLP, as for a simulation of SA, b is the drift of attention. Raises HelmscopeError for a system without
@@ -78,7 +79,7 @@ def mobility_test(
     """
     instrument = _Mobility(
         check_system(system),
-        tokens=check_integer("tokens", tokens, at_least=1),
+        sampled_tokens=check_integer("sampled_tokens", sampled_tokens, at_least=1),
         seed=check_integer("seed", seed, at_least=0),
         tol=check_real("tol", tol, above=0),
     )
@@ -100,7 +101,7 @@ def mobility_unsupported(system: System) -> str | None:
     >>> from helmscope.solve.integrate import integrate
     >>> mobility_unsupported(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]))
     """
-    return system.unsupported_reason(_Mobility(system, tokens=1, seed=0, tol=1e-6))
+    return system.unsupported_reason(_Mobility(system, sampled_tokens=1, seed=0, tol=1e-6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +120,8 @@ class _Mobility(Instrument):
     name = "mobility_test"
     slopes: RecordedSlopes | None
 
-    def __init__(self, system: System, *, tokens: int, seed: int, tol: float) -> None:
-        self.tokens, self.seed, self.tol = tokens, seed, tol
+    def __init__(self, system: System, *, sampled_tokens: int, seed: int, tol: float) -> None:
+        self.sampled_tokens, self.seed, self.tol = sampled_tokens, seed, tol
         self.system, self.slopes = system, None
         # a model without an MLP is refused, since a force cannot be asked for
         self.has_mlp = isinstance(system, Recording) or system.force(layer=0) is not None
@@ -143,7 +144,7 @@ class _Mobility(Instrument):
     def sampled(self, context: ReplayContext, state: Tensor) -> tuple[Tensor, Tensor]:
         """The sampled tokens of a chunk, and which of them count."""
         weights = token_weights(state, context.weights)
-        return sample_tokens(context, weights, self.tokens, seed=self.seed, skip=1)
+        return sample_tokens(context, weights, self.sampled_tokens, seed=self.seed, first_position=1)
 
     @full_precision
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
@@ -229,7 +230,7 @@ class _Mobility(Instrument):
         """The shares of every layer and replicate."""
         measured = super().result()
         for name, value in measured.data_vars.items():
-            value.attrs["long_name"] = NAMES[str(name)]
+            value.attrs |= label_attributes(NAMES[str(name)])
         measured.attrs["radius"] = "recorded radius of each token"
         measured.attrs["frozen"] = "keys and values, those of the token itself included"
         return with_bounds(measured, dict.fromkeys([name for name in NAMES if name != "sigma_rank"], SHARE))

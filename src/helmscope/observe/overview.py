@@ -20,12 +20,14 @@ from helmscope.observe.inner_products import (
     inner_product_quantiles,
     mean_inner_product,
 )
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import effective_rank
 from helmscope.observe.track import (
     AT_LEAST_0,
     AT_LEAST_1,
     SHARE,
+    origin_attributes,
     token_weights,
     track,
     trajectory_of,
@@ -131,10 +133,9 @@ def overview(
         parts.append(xr.merge(measurements, compat="equals", combine_attrs="no_conflicts"))
     merged = xr.concat(parts, trajectory.axis, data_vars="minimal", coords="minimal", compat="equals", join="exact")
     for name in LONG_NAMES.keys() & set(merged.data_vars):
-        merged[name].attrs["long_name"] = LONG_NAMES[str(name)]
-    parameters = {"beta": beta, "delta": delta, "max_angle": max_angle, "token_stride": stride}
-    origin = getattr(system, "origin", None)  # of a Recording
-    parameters |= {} if origin is None else {"model": origin.title}
+        merged[name].attrs |= label_attributes(LONG_NAMES[str(name)])
+    parameters: dict[str, object] = {"beta": beta, "delta": delta, "max_angle": max_angle, "token_stride": stride}
+    parameters |= origin_attributes(system)
     return with_bounds(merged, BOUNDS).assign_attrs({k: each for k, each in parameters.items() if each is not None})
 
 

@@ -23,6 +23,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import retract
 from helmscope.models.recording import Recording
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.rank import collapse_residual_composite, collapse_residual_frobenius, spectral_ranks
 from helmscope.observe.track import (
     AT_LEAST_0,
@@ -148,7 +149,7 @@ def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[fl
     parts += [with_replicates(plain, path)] if plain else []
     measurement = with_bounds(xr.merge(parts, compat="override", join="override"), BOUNDS)
     for name in values:
-        measurement[name].attrs["long_name"] = LABELS[name]
+        measurement[name].attrs |= label_attributes(LABELS[name])
     return measurement
 
 

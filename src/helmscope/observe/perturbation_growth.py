@@ -35,6 +35,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, with_halves
 from helmscope.observe.frozen_token import FrozenToken, flow_unsupported_reason, frozen_token, orthonormal
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import without_first_token
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 LABELS = {
     "growth": "logarithmic growth of a perturbation in a step",
     "stretch": "root mean squared stretch of a random perturbation since the first state",
-    "exponent": "finite-time Lyapunov exponent",
+    "lyapunov_exponent": "finite-time Lyapunov exponent",
     "singular_value": "leading singular values of the map from first to last direction",
 }
 STREAM = 21  # of random numbers, different from those of starts
@@ -63,33 +64,33 @@ def perturbation_growth(
     *,
     directions: int = 2,
     iterations: int = 2,
-    tokens: int = 1,
+    sampled_tokens: int = 1,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Growth over (depth, prompt, direction) of perturbations of one token with the others frozen, its finite-time
     Lyapunov exponents and the leading singular values over (prompt, direction), and the stretch over (depth, prompt).
 
-    ``directions`` perturbations in random directions are followed; ``tokens`` is the number of tokens per prompt, drawn
-    at random among those that count, without the first one, each on its own; values are means over them, of singular
-    values geometric ones. Exponents are per half-step of a model (in a decoder that reads an encoder, per third of a
-    layer), and per unit of time of a simulation. ``iterations`` is the number of subspace iterations for the singular
-    values of a model; with 0 they are left out. States are the directions of the residual stream as read, with gain and
-    bias in a post-norm model. Raises HelmscopeError for a Trajectory, which cannot be run again, for simulations with
-    noise, for more directions than there are, and where no token counts.
+    ``directions`` perturbations in random directions are followed; ``sampled_tokens`` is the number of tokens per
+    prompt, drawn at random among those that count, without the first one, each on its own; values are means over them,
+    of singular values geometric ones. Exponents are per half-step of a model (in a decoder that reads an encoder, per
+    third of a layer), and per unit of time of a simulation. ``iterations`` is the number of subspace iterations for the
+    singular values of a model; with 0 they are left out. States are the directions of the residual stream as read, with
+    gain and bias in a post-norm model. Raises HelmscopeError for a Trajectory, which cannot be run again, for
+    simulations with noise, for more directions than there are, and where no token counts.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> north = torch.eye(3).double()[:1].expand(1, 4, 3)  # all tokens in one point, an attractor with exponents -1
     >>> measured = perturbation_growth(integrate(SA(beta=0.0), north, times=[0.0, 1.0, 2.0]))
-    >>> measured.exponent.values.round(2).tolist()
+    >>> measured.lyapunov_exponent.values.round(2).tolist()
     [[-0.75, -0.75]]
     """
     count = check_integer("directions", directions, at_least=1)
     iterations = check_integer("iterations", iterations, at_least=0)
     path = check_finite(check_system(system).trajectory)
     generator = _generator(check_seed(seed))
-    chosen = _choose_tokens(path, check_integer("tokens", tokens, at_least=1), generator)
+    chosen = _choose_tokens(path, check_integer("sampled_tokens", sampled_tokens, at_least=1), generator)
     report, parts = check_progress(progress), []
     for k, numbers in enumerate(chosen):
         token = frozen_token(system, numbers.to(path.states.device))
@@ -98,7 +99,7 @@ def perturbation_growth(
         parts.append(_measure(token, count, iterations, generator, _part(report, k, len(chosen))))
     means = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
     return _as_measurement(means, path, system).assign_attrs(
-        tokens=tokens, iterations=iterations, seed=seed, derivative="of one token, the others frozen"
+        sampled_tokens=sampled_tokens, iterations=iterations, seed=seed, derivative="of one token, the others frozen"
     )
 
 
@@ -199,7 +200,7 @@ def _as_measurement(means: dict[str, Tensor], path: Trajectory, system: System) 
     over_depth = with_replicates({"growth": torch.cat([undefined, growth])}, path, axes)
     stretch = with_replicates({"stretch": means["square"].sqrt()}, path)
     duration = float(path.times[-1] - path.times[0])
-    single = {"exponent": growth.sum(0) / duration if duration > 0 else undefined[0]}
+    single = {"lyapunov_exponent": growth.sum(0) / duration if duration > 0 else undefined[0]}
     if "log_singular_value" in means:
         single["singular_value"] = means["log_singular_value"].exp()
     dims = (path.replicate, "direction")
@@ -208,6 +209,6 @@ def _as_measurement(means: dict[str, Tensor], path: Trajectory, system: System) 
     measurement = with_cumulative(measurement, path.axis, {"stretch"})
     unit = "unit of time" if not isinstance(system, Recording) else path.unit.rstrip("s")
     for name in measurement.data_vars:
-        measurement[name].attrs["long_name"] = LABELS[str(name)]
-    measurement.exponent.attrs["long_name"] += f" (per {unit})"
+        measurement[name].attrs |= label_attributes(LABELS[str(name)])
+    measurement.lyapunov_exponent.attrs["units"] = f"per {unit}"
     return with_halves(measurement, system)

@@ -14,6 +14,7 @@ import xarray as xr
 from helmscope.fields.field import Field, as_field
 from helmscope.kernels.choose import using_summation
 from helmscope.observe.diagram import PhaseDiagram
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.phase_sweep import Sweep
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.unprojected_euler import UnprojectedEuler
@@ -195,7 +196,7 @@ def _measurement(
             indices = is_lost.nonzero().flatten().tolist()
             logger.warning("beta = %g: %d of %d samples are lost: %s", beta, len(indices), len(is_lost), indices)
     axes, long_name = ("beta", "time"), f"P(<x_i, x_j> >= 1 - {sweep.delta:g})"
-    data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
+    data = {name: (axes, mean, label_attributes(long_name)), f"{name}_stderr": (axes, stderr)}
     curve = ("beta", [_hitting_time(flow, sweep) for flow in flows.values()])
     coords = {"beta": list(flows), "time": times, "hitting_time": curve, "lost_samples": ("beta", lost.sum(-1).numpy())}
     attributes = _attributes(sweep, next(iter(flows.values())), summations)

@@ -46,7 +46,7 @@ class CloudMoments:
 
     @cached_property
     def eigenvalues(self) -> Float[Tensor, "*batch d"]:
-        """Those of the covariance, ascending; what is 0 within rounding is 0.
+        """The eigenvalues of the covariance, ascending; what is 0 within rounding is 0.
 
         >>> CloudMoments(torch.zeros(2), torch.diag(torch.tensor([2.0, 0.0])), torch.tensor(1.0)).eigenvalues
         tensor([0., 2.])

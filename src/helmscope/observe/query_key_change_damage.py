@@ -1,4 +1,4 @@
-"""The damage of queries or keys that all get one length, or that are blurred along the tokens.
+"""The damage of normalizing queries or keys to one length, or of blurring them along the tokens.
 
 [Additive transport], section 4, holds that normalizing or blurring keys is dangerous, and doing so to queries is not.
 As printed, one side is changed in full: every vector gets the root mean square length of its head, about 0, or is
@@ -71,9 +71,9 @@ def query_key_change_damage(
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage (``damage_under_edits``) of changing all queries, or all keys, in all layers: ``kl``,
-    ``loss_increase``, ``entropy_change`` and ``top_token_agreement`` along (change, strength, site, prompt), and
-    ``ratio``, KL of the keys over that of the queries, along (change, strength, prompt), NaN where changed queries do
-    no damage.
+    ``loss_increase``, ``prediction_entropy_change`` and ``top_token_agreement`` along (change, strength, site, prompt),
+    and ``ratio``, KL of the keys over that of the queries, along (change, strength, prompt), NaN where changed queries
+    do no damage.
 
     ``window`` holds the weights of a blur, those of the vector itself and of the ones before it. Null values are those
     of an unchanged model, and a ratio of 1. Takes one forward pass for each change, strength and site, and at most five

@@ -42,6 +42,7 @@ from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Observer, Site
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -67,7 +68,7 @@ NAMES = {
     "positive_eigenvalue_count": "number of positive eigenvalues of the symmetric part",
     "negative_eigenvalue_count": "number of negative eigenvalues of the symmetric part",
     "negative_eigenvalue_share": "share of the negative eigenvalues in |S|^2",
-    "alignment": "cosine of W_Q^T W_K and W_O W_V",
+    "qk_ov_alignment": "cosine of W_Q^T W_K and W_O W_V",
 }
 
 
@@ -183,7 +184,7 @@ def qk_ov_alignment(matrices: HeadMatrices) -> Float[Tensor, " heads"]:
 def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressOption = None) -> xr.Dataset:
     """Symmetric share, signature and alignment of the heads, along (layer, head): ``symmetric_share`` with its null
     (d + 1) / (2 d), ``positive_eigenvalue_count`` and ``negative_eigenvalue_count``, ``negative_eigenvalue_share``, and
-    ``alignment`` with null 0.
+    ``qk_ov_alignment`` with null 0.
 
     They are computed from the weights; a few short forward passes read them. ``seed`` is not used.
     ``progress`` is called with the share of the layers done. Raises HelmscopeError where ``head_matrices`` does.
@@ -203,19 +204,19 @@ def query_key_metric(recording: Recording, *, seed: int = 0, progress: ProgressO
         columns["positive_eigenvalue_count"].append((values > ZERO * largest).double().sum(-1))
         columns["negative_eigenvalue_count"].append((values < -ZERO * largest).double().sum(-1))
         columns["negative_eigenvalue_share"].append(values.clamp(max=0).square().sum(-1) / values.square().sum(-1))
-        columns["alignment"].append(qk_ov_alignment(each))
+        columns["qk_ov_alignment"].append(qk_ov_alignment(each))
         report(done / len(matrices))
-    limits = {"symmetric_share": (0.0, 1.0), "negative_eigenvalue_share": (0.0, 1.0), "alignment": (-1.0, 1.0)}
+    limits = {"symmetric_share": (0.0, 1.0), "negative_eigenvalue_share": (0.0, 1.0), "qk_ov_alignment": (-1.0, 1.0)}
     data = {
         name: (
             ("layer", "head"),
             torch.stack(columns[name]).cpu().numpy(),
-            {"long_name": text} | dict(zip(("valid_min", "valid_max"), limits.get(name, ()), strict=False)),
+            label_attributes(text) | dict(zip(("valid_min", "valid_max"), limits.get(name, ()), strict=False)),
         )
         for name, text in NAMES.items()
     }
     null = ("layer", [(each.dim + 1) / (2 * each.dim) for each in matrices])
-    nulls: dict[str, Any] = {"symmetric_share_null": null, "alignment_null": 0.0}
+    nulls: dict[str, Any] = {"symmetric_share_null": null, "qk_ov_alignment_null": 0.0}
     coords = {"layer": list(range(len(matrices))), "head": list(range(len(matrices[0].queries)))}
     attributes = {"model": recording.origin.title, "title": "query-key metric"}
     return check_replicates(xr.Dataset(data | nulls, coords, attributes), "layer")

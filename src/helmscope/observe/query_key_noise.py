@@ -1,4 +1,5 @@
-"""The damage of noise on queries, keys and values, as [Additive transport], section 9.1, prints it and in fair forms.
+"""The damage of noise on queries, keys and values, as printed in [Additive transport], section 9.1, and in variants
+that compare fairly.
 
     kl  =  mean over tokens of KL(p || q),    p the next-token distribution without noise, q with noise in all layers at
     once
@@ -7,8 +8,8 @@ for noise of several sizes and paired seeds: noise on queries and noise on keys 
 is quadratic in the size, K / Q, the ratio of the two, does not depend on it; under the gauge q -> c q, k -> k / c,
 which leaves the model unchanged, it grows as c^4 for the kinds with a fixed standard deviation (``NoiseKind``).
 
-Besides how much, ``entropy_change``, ``top_token_agreement`` and ``top_key_agreement`` say which kind of damage it is;
-compare them at equal kl (``query_key_noise_at_equal_kl``).
+Besides how much, ``prediction_entropy_change``, ``top_token_agreement`` and ``top_key_agreement`` say which kind of
+damage it is; compare them at equal kl (``query_key_noise_at_equal_kl``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from helmscope.models.names import Layers, chosen_layers
 from helmscope.models.recording import check_recording
 from helmscope.models.sites import Observer, Site
 from helmscope.observe.damage import token_damage
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.scoring import LOGITS_PER_FORWARD, Scoring
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
@@ -60,9 +62,9 @@ SIGMAS = (0.01, 0.05, 0.1)  # of table 1
 SITES = (Site.QUERY, Site.KEY)
 NAMES = {
     "kl": "KL divergence of the next-token distribution from that without noise (nats)",
-    "entropy_change": "change of the entropy of the next-token distribution (nats)",
-    "top_token_agreement": "share of positions whose most likely next token stays",
-    "top_key_agreement": "share of attention rows whose largest weight stays at its key",
+    "prediction_entropy_change": "change of the entropy of the next-token distribution (nats)",
+    "top_token_agreement": "share of positions whose most likely next token is unchanged",
+    "top_key_agreement": "share of attention rows whose largest weight stays on the same key",
 }
 
 
@@ -128,8 +130,8 @@ def query_key_noise(
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The damage of noise, along (kind, site, sigma, draw, prompt): ``kl``, ``entropy_change``, ``top_token_agreement``
-    and ``top_key_agreement``; null values are those without noise.
+    """The damage of noise, along (kind, site, sigma, draw, prompt): ``kl``, ``prediction_entropy_change``,
+    ``top_token_agreement`` and ``top_key_agreement``; null values are those without noise.
 
     ``sigmas`` are the sizes, ``draws`` the number of draws, and ``layers`` where noise is added, by default in all at
     once. ``sites`` may also hold Site.VALUE; the kinds that compare queries with keys have none, NaN. The axis ``site``
@@ -281,9 +283,11 @@ class _NoiseTrial:
 
     def _compare(self, rows: slice, plain: Tensor, noisy: Tensor, same_key: Tensor) -> np.ndarray:
         """The values of NAMES, over (effect, rows)."""
-        kl, _, entropy_change, top_token_agreement = self.scoring.of_tokens(token_damage, rows, noisy, plain)
+        kl, _, prediction_entropy_change, top_token_agreement = self.scoring.of_tokens(token_damage, rows, noisy, plain)
         # scored tokens are never the first, whose row has one key only
-        effects = torch.stack([kl, entropy_change, top_token_agreement, same_key.double().mean((0, 2)).cpu()])
+        effects = torch.stack(
+            [kl, prediction_entropy_change, top_token_agreement, same_key.double().mean((0, 2)).cpu()]
+        )
         return self.scoring.means(effects, rows)
 
     def _changed_weights(
@@ -339,12 +343,17 @@ def _measurement(found: np.ndarray, trial: _NoiseTrial, coords: dict[str, Sequen
     """The Measurement of values over (effect, kind, site, sigma, draw, prompt)."""
     axes = (*coords, "prompt")
     shares = {"valid_min": 0.0, "valid_max": 1.0}
-    bounds: dict[str, dict[str, float]] = {"kl": {"valid_min": 0.0}, "entropy_change": {}}
+    bounds: dict[str, dict[str, float]] = {"kl": {"valid_min": 0.0}, "prediction_entropy_change": {}}
     data = {
-        name: (axes, found[k], {"long_name": text, **bounds.get(name, shares)})
+        name: (axes, found[k], {**label_attributes(text), **bounds.get(name, shares)})
         for k, (name, text) in enumerate(NAMES.items())
     }
-    nulls = {"kl_null": 0.0, "entropy_change_null": 0.0, "top_token_agreement_null": 1.0, "top_key_agreement_null": 1.0}
+    nulls = {
+        "kl_null": 0.0,
+        "prediction_entropy_change_null": 0.0,
+        "top_token_agreement_null": 1.0,
+        "top_key_agreement_null": 1.0,
+    }
     named = {name: [getattr(tick, "value", tick) for tick in ticks] for name, ticks in coords.items()}
     attributes = {**trial.scoring.attributes, "title": "query and key noise"}
     return check_replicates(xr.Dataset(data | nulls, {**named, **trial.scoring.coords}, attributes))

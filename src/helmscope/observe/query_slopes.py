@@ -139,7 +139,7 @@ class RecordedSlopes(Observer):
 
     def _most(self, instrument: Instrument) -> int:
         """How many prompts the derivatives of all layers fit in memory for, d x d numbers for each token."""
-        tokens = getattr(instrument, "tokens", 1)
+        tokens = getattr(instrument, "sampled_tokens", 1)
         size = 4 * tokens * len(self.recording.layers) * self.recording.anatomy.dim**2
         return max(1, MEMORY // size)
 

@@ -48,7 +48,7 @@ def sink_damage(
     *,
     heads: str | Sequence[str] | None = None,
     threshold: float = SINK_THRESHOLD,
-    first_query: int = 1,
+    first_position: int = 1,
     seed: int = 0,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
@@ -56,7 +56,7 @@ def sink_damage(
     mean and by 0, and of masking the sinks, all of them together: along (edit, prompt).
 
     ``heads`` names the sinks, such as ["L2H3"]; by default these are the heads whose mean weight on the first visible
-    token, over the queries from ``first_query`` on, is at least ``threshold``. The mean of a prompt is that over the
+    token, over the queries from ``first_position`` on, is at least ``threshold``. The mean of a prompt is that over the
     half of the prompts to which it does not belong. Takes three forward passes from the first sink's layer on, and one
     for weights and values. Raises HelmscopeError if no head is a sink, for fewer than four prompts, and where
     ``next_token_loss`` does.
@@ -78,7 +78,7 @@ def sink_damage(
             f"least {MIN_PROMPTS}"
         )
     if heads is None:
-        instrument = AttentionSinks(first_query=first_query)
+        instrument = AttentionSinks(first_position=first_position)
         weights = recording.replay(instrument)[instrument.name].first_token_mass.mean("prompt")
         sinks = sinks_of(weights, least)
         if not sinks:

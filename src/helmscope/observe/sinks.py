@@ -28,6 +28,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import AT_LEAST_0, SHARE, replayed, row_blocks, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs, as_measurement, check_integer, type_with_article
 from helmscope.types.display import ConciseRepr
@@ -63,13 +64,13 @@ class AttentionSinks(Instrument):
     """Instrument: the attention to the first visible token in every layer (at every time of a simulation), by head.
 
     ``first_token_mass`` is the mean of lambda over queries, ``sink_share`` the share of queries with lambda > 0.3, and
-    ``sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_query=0`` is the
+    ``sink`` is 1 where the mean exceeds 0.3, else 0: its mean over layers and heads with ``first_position=0`` is the
     sink metric of Gu et al. ``row_mass`` is the mean row sum and ``missing_mass`` is 1 minus it.
     ``sink_value_norm_ratio`` is the mean of |V_sink| / |V_ctx| over the queries where V_ctx is defined and not 0.
 
-    Queries are counted from the first visible token, those before ``first_query`` are left out, and the others count by
-    the weights of the trajectory; a prompt without any is NaN. The first token itself is left out by default, as under
-    a causal mask its weight on itself is 1. Where a sliding window hides the first token its weight is 0.
+    Queries are counted from the first visible token, those before ``first_position`` are left out, and the others count
+    by the weights of the trajectory; a prompt without any is NaN. The first token itself is left out by default, as
+    under a causal mask its weight on itself is 1. Where a sliding window hides the first token its weight is 0.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -84,15 +85,15 @@ class AttentionSinks(Instrument):
     name = "attention_sinks"
     needs = Needs.KERNEL | Needs.QKV
 
-    def __init__(self, *, first_query: int = 1) -> None:
-        self.first_query = check_integer("first_query", first_query, at_least=0)
+    def __init__(self, *, first_position: int = 1) -> None:
+        self.first_position = check_integer("first_position", first_position, at_least=0)
 
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the sinks of a layer."""
         kernel, value, visible = _with_heads(context, tensors)
         weights = token_weights(tensors.state, context.weights).to(kernel)
         parts = [
-            _statistics(kernel[block], value[block], visible[block], weights[block], self.first_query)
+            _statistics(kernel[block], value[block], visible[block], weights[block], self.first_position)
             for block in row_blocks(len(kernel), kernel[0].numel())
         ]
         values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -104,11 +105,11 @@ class AttentionSinks(Instrument):
         """The sinks of every head (if there are several), layer and replicate."""
         measured = with_bounds(super().result(), BOUNDS)
         for name in NAMES:
-            measured[name].attrs["long_name"] = NAMES[name]
-        return measured.assign_attrs(first_query=self.first_query, threshold=SINK_THRESHOLD)
+            measured[name].attrs |= label_attributes(NAMES[name])
+        return measured.assign_attrs(first_position=self.first_position, threshold=SINK_THRESHOLD)
 
 
-def attention_sinks(system: System, *, first_query: int = 1, progress: ProgressOption = None) -> xr.Dataset:
+def attention_sinks(system: System, *, first_position: int = 1, progress: ProgressOption = None) -> xr.Dataset:
     """The attention to the first visible token, with replicates: ``AttentionSinks`` by one replay.
 
     Raises HelmscopeError for a system without attention, or whose attention is hidden. ``progress`` is called with the
@@ -118,7 +119,7 @@ def attention_sinks(system: System, *, first_query: int = 1, progress: ProgressO
     >>> attention_sinks(record("A", ["Once upon a time there was a cat"])).first_token_mass.dims
     ('layer', 'prompt', 'head')
     """
-    instrument = AttentionSinks(first_query=first_query)
+    instrument = AttentionSinks(first_position=first_position)
     return replayed(system, instrument, progress)
 
 
@@ -163,7 +164,7 @@ def sink_constancy(system: System, *, progress: ProgressOption = None) -> xr.Dat
         values["write_cosine"] = _mean_cosine(written, replicate)
         values["write_explained_share"] = _explained_share(written, replicate)
     for name, each in values.items():
-        each.attrs = {"long_name": CONSTANCY_NAMES[name]}
+        each.attrs = label_attributes(CONSTANCY_NAMES[name])
     attributes: dict[str, Any] = {"prompts": prompts}
     if isinstance(system, Recording) and system.batch.ids_name in system.batch.inputs:
         attributes["distinct_first_tokens"] = len({ids[0] for ids in system.batch.visible_ids})
@@ -201,40 +202,41 @@ def _mean_cosine(vectors: xr.DataArray, replicate: str) -> xr.DataArray:
 
 @dataclass(frozen=True, eq=False)
 class SinkDecomposition(ConciseRepr):
-    """What queries retrieve, split at the sink: Y = weight * sink + (1 - weight) * context.
+    """What queries retrieve, split at the sink: Y = sink_weight * sink_value + (1 - sink_weight) *
+    context_value.
 
     >>> split = sink_decomposition(torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[4.0], [8.0]]))
-    >>> split.weight.tolist(), split.sink.tolist(), split.context.tolist()
+    >>> split.sink_weight.tolist(), split.sink_value.tolist(), split.context_value.tolist()
     ([0.5, 0.75], [4.0], [[8.0], [8.0]])
     """
 
-    weight: Float[Tensor, "*batch n"]
-    sink: Float[Tensor, "*batch s"]
-    context: Float[Tensor, "*batch n s"]
+    sink_weight: Float[Tensor, "*batch n"]
+    sink_value: Float[Tensor, "*batch s"]
+    context_value: Float[Tensor, "*batch n s"]
 
 
 @full_precision
 def sink_decomposition(
-    kernel: Float[Tensor, "*batch n n"], values: Float[Tensor, "*batch n s"], *, sink: int = 0
+    kernel: Float[Tensor, "*batch n n"], values: Float[Tensor, "*batch n s"], *, sink_position: int = 0
 ) -> SinkDecomposition:
     """lambda = A_ts, V_s and V_ctx = sum_{j != s} A_tj V_j / (1 - lambda) of attention weights and values, with
-    sum_j A_tj V_j = lambda V_s + (1 - lambda) V_ctx; ``sink`` is the position s. [Additive transport], section 9.2.
+    sum_j A_tj V_j = lambda V_s + (1 - lambda) V_ctx; ``sink_position`` is s. [Additive transport], section 9.2.
 
     V_ctx is undefined, NaN, at lambda = 1. The identity holds for any rows; where a row sums to less than 1, as with a
     learned sink outside the tokens, V_ctx is shorter than a mean of values. Raises HelmscopeError for tensors that do
     not fit and a position out of range.
 
     >>> split = sink_decomposition(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[2.0], [6.0]]))
-    >>> split.weight.tolist(), split.context.flatten().tolist()
+    >>> split.sink_weight.tolist(), split.context_value.flatten().tolist()
     ([1.0, 0.5], [nan, 6.0])
     """
     count = check_kernel(kernel).shape[-1]
     if not isinstance(values, torch.Tensor) or values.ndim < 2 or values.shape[:-1] != kernel.shape[:-1]:
         shown = f"a tensor {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type_with_article(values)
         raise HelmscopeError(f"values is {shown}, but it must be a tensor of shape {tuple(kernel.shape[:-1])} + (s,)")
-    place = check_integer("sink", sink, at_least=0)
+    place = check_integer("sink_position", sink_position, at_least=0)
     if place >= count:
-        raise HelmscopeError(f"sink is {place}, but the kernel has positions 0 to {count - 1}")
+        raise HelmscopeError(f"sink_position is {place}, but the kernel has positions 0 to {count - 1}")
     weight, is_sink = kernel[..., place], torch.arange(count, device=kernel.device) == place
     # without the sink's column, rather than the difference to the whole sum, which cancels where the sink is strong
     others = torch.where(is_sink, 0.0, kernel) @ values
@@ -291,12 +293,12 @@ def _statistics(
     value: Float[Tensor, "rows heads n s"],
     visible: Bool[Tensor, "rows n"],
     weights: Float[Tensor, "rows n"],
-    first_query: int,
+    first_position: int,
 ) -> dict[str, Tensor]:
     """One value per system and head."""
     first = visible.to(torch.int8).argmax(-1)
     place = torch.arange(kernel.shape[-1], device=kernel.device)
-    counted = (weights * (place >= first.unsqueeze(-1) + first_query)).unsqueeze(1).expand(kernel.shape[:-1])
+    counted = (weights * (place >= first.unsqueeze(-1) + first_position)).unsqueeze(1).expand(kernel.shape[:-1])
     is_sink = (place == first.unsqueeze(-1))[:, None, None, :]
     weight, mass = torch.where(is_sink, kernel, 0.0).sum(-1), kernel.sum(-1)
     # without the sink's column, rather than the difference to the whole sum, which cancels where the sink is strong

@@ -27,16 +27,16 @@ class StandaloneMeasurement(ConciseRepr):
     """A measurement that does not share the common replay: its name, its function, the time that it takes in eager
     forward passes of a model, in full and quick, and the function that says why it cannot be taken of a system.
 
-    ``forwards`` is a function of (system, quick) where the time depends on the numbers of layers and heads.
+    ``forward_passes`` is a function of (system, quick) where the time depends on the numbers of layers and heads.
 
     >>> from helmscope.observe.measure import standalone_measurements
-    >>> [each.forwards for each in standalone_measurements() if each.name == "depth_steps"]
+    >>> [each.forward_passes for each in standalone_measurements() if each.name == "depth_steps"]
     [(0.3, 0.3)]
     """
 
     name: str
     function: Measure
-    forwards: tuple[float, float] | Callable[[System, bool], float]
+    forward_passes: tuple[float, float] | Callable[[System, bool], float]
     unsupported_reason: Callable[[System], str | None] | None = None
 
     def cost(self, system: System, *, quick: bool) -> float:
@@ -49,4 +49,4 @@ class StandaloneMeasurement(ConciseRepr):
         >>> growth.cost(recording, quick=True)
         14
         """
-        return self.forwards(system, quick) if callable(self.forwards) else self.forwards[int(quick)]
+        return self.forward_passes(system, quick) if callable(self.forward_passes) else self.forward_passes[int(quick)]

@@ -56,24 +56,25 @@ def spaced_tokens(
 
 
 def sample_tokens(
-    context: ReplayContext, weights: Float[Tensor, "rows n"], tokens: int, *, seed: int, skip: int = 0
+    context: ReplayContext, weights: Float[Tensor, "rows n"], sampled_tokens: int, *, seed: int, first_position: int = 0
 ) -> tuple[Int[Tensor, "rows tokens"], Bool[Tensor, "rows tokens"]]:
     """Indices (rows, tokens) of tokens drawn without replacement for each replicate, among those of positive weight
-    without the first ``skip`` of them, and which of the indices count (rows, tokens): False where there are fewer.
+    without the first ``first_position`` of them, and which of the indices count (rows, tokens): False where there are
+    fewer.
 
     >>> from helmscope.types import Half, ReplayContext
     >>> context = ReplayContext(0, Half.ATTENTION, 0.0, slice(0, 1))
-    >>> sample_tokens(context, torch.tensor([[1.0, 1.0, 0.0]]), 2, seed=0, skip=1)
+    >>> sample_tokens(context, torch.tensor([[1.0, 1.0, 0.0]]), 2, seed=0, first_position=1)
     (tensor([[1, 0]]), tensor([[ True, False]]))
     """
     chosen, counts = [], []
     for row, m in zip(range(context.rows.start, context.rows.stop), weights.cpu(), strict=True):
-        candidates = (m > 0).nonzero().flatten().numpy()[skip:]
+        candidates = (m > 0).nonzero().flatten().numpy()[first_position:]
         order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(row,))))
-        drawn = np.sort(order.permutation(candidates)[:tokens])
-        missing = tokens - len(drawn)
+        drawn = np.sort(order.permutation(candidates)[:sampled_tokens])
+        missing = sampled_tokens - len(drawn)
         chosen.append(np.concatenate([drawn, np.zeros(missing, dtype=np.int64)]))
-        counts.append(np.arange(tokens) < len(drawn))
+        counts.append(np.arange(sampled_tokens) < len(drawn))
     device = weights.device
     return torch.from_numpy(np.stack(chosen)).to(device), torch.from_numpy(np.stack(counts)).to(device)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -75,7 +76,7 @@ def token_decoding_accuracy(
     measurement = with_replicates({"accuracy": torch.stack(rows)}, test_half.path)
     chance = ((true_labels == sizes.argmax()) & is_tested).sum(-1).double() / tested
     measurement["accuracy_null"] = (test_half.path.replicate, chance.cpu().numpy())
-    measurement.accuracy.attrs["long_name"] = "share of tokens whose id is decoded from their state"
+    measurement.accuracy.attrs |= label_attributes("share of tokens whose id is decoded from their state")
     return with_bounds(measurement, {"accuracy": SHARE}).assign_attrs(classes=len(classes))
 
 

@@ -17,6 +17,7 @@ import xarray as xr
 
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
 from helmscope.observe.dimension import MIN_POINTS, gride_of_ratios, two_nn_of_ratios
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.nearest import NearestNeighbors
 from helmscope.observe.neighbor_entropy import distinct
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
@@ -169,6 +170,6 @@ def _described(measured: xr.Dataset, system: object, points: float, include_firs
     names = [str(name) for name in measured.data_vars]
     measured = with_bounds(measured, dict.fromkeys(names, AT_LEAST_0))
     for name in names:
-        measured[name].attrs["long_name"] = NAMES[name]
+        measured[name].attrs |= label_attributes(NAMES[name])
     attributes = {"points": points, "sphere": sphere_text(system), "include_first_token": int(include_first_token)}
     return with_halves(measured, system).assign_attrs(attributes)

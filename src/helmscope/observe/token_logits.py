@@ -19,6 +19,7 @@ from helmscope.models.put_state import PutState
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.scoring import LOGITS_PER_FORWARD
+from helmscope.observe.track import origin_attributes
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -95,7 +96,8 @@ def token_logits(
     for axis in ("depth", "position"):
         if axis not in coords:
             values, dims = values.squeeze(dims.index(axis)), tuple(dim for dim in dims if dim != axis)
-    return check_replicates(xr.Dataset({"logit": (dims, values, {"long_name": "logit of the token"})}, coords))
+    variables = {"logit": (dims, values, {"long_name": "logit of the token"})}
+    return check_replicates(xr.Dataset(variables, coords, origin_attributes(recording)))
 
 
 def _runner_at_depth(recording: Recording, depth: int | None) -> Runner:

@@ -17,6 +17,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import is_vmapped
 from helmscope.geometry.linkage import collapse_padding
 from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -75,12 +76,27 @@ def track(
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
-    origin = getattr(system, "origin", None)  # of a Recording
     measurement = with_replicates(values, path)
     for name, function in quantities.items():
         if long_name := _long_name(function):
-            measurement[name].attrs["long_name"] = long_name
-    return measurement.assign_attrs({} if origin is None else {"model": origin.title})
+            measurement[name].attrs |= label_attributes(long_name)
+    return measurement.assign_attrs(origin_attributes(system))
+
+
+def origin_attributes(system: object) -> dict[str, str]:
+    """What a Measurement says of where its numbers come from: the ``model`` of a recording, the ``system`` (field and
+    noise) of a simulation, nothing for bare states.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> origin_attributes(integrate(SA(beta=4.0), torch.eye(2), times=[0.1]))
+    {'system': 'SA(beta=4)'}
+    """
+    origin = getattr(system, "origin", None)  # of a Recording
+    if origin is not None:
+        return {"model": str(origin.title)}
+    title = getattr(system, "title", None)  # of a Simulation
+    return {} if title is None else {"system": str(title)}
 
 
 def _long_name(function: Callable[..., Tensor]) -> str:

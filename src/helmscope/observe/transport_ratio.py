@@ -10,7 +10,7 @@ on the sphere McCann); outputs permuted over the tokens reach the same cloud at 
 geodesic distance on the unit sphere; ``euclidean_ratio`` the distance of the states in R^d with their radii, where a
 trajectory has them.
 
-How to read it. Steps that are small against the distances between tokens are optimal whatever they are, so that a ratio
+How to read it. Any step that is small compared with the distances between tokens is optimal, so that a ratio
 of 1 says little about them: ``relative_step``, the root mean squared displacement over the mean distance to the nearest
 other token, says whether that is so. A ratio well below 1 means that tokens exchange places.
 
@@ -28,6 +28,7 @@ from scipy.optimize import linear_sum_assignment
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import angle, angle_from_chords, retract
 from helmscope.observe.depth_steps import check_finite, sphere_text, with_halves
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, SHARE, with_bounds, with_cumulative, with_replicates
 from helmscope.runs.bar import shows_progress
@@ -97,7 +98,7 @@ def transport_ratio(
     measurement = with_bounds(with_replicates(values, path), BOUNDS)
     measurement = with_cumulative(measurement, path.axis, {"ratio_from_start"})
     for name in names:
-        measurement[name].attrs["long_name"] = LABELS[name]
+        measurement[name].attrs |= label_attributes(LABELS[name])
     return with_halves(measurement, system).assign_attrs(
         sphere=sphere_text(system), include_first_token=int(include_first_token)
     )

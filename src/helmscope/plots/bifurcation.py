@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-NEEDED = ("order", "critical_nu", "fold_nu", "fold_order", "continuous")
+NEEDED = ("order_parameter", "critical_nu", "fold_nu", "fold_order_parameter", "continuous")
 MAX_CURVES = 8
 SMOOTH = 200  # points of a curve
 PADDING = 0.06  # of the plane to the left and right, in units of its width
@@ -67,12 +67,14 @@ def _draw_orders(panel: Axes, diagram: xr.Dataset) -> None:
     for k, color in zip(shown, _colors(len(shown)), strict=True):
         row = diagram.isel(beta=int(k))
         critical, fold, continuous = float(row.critical_nu), float(row.fold_nu), bool(row.continuous)
-        end = float(row.fold_order)
+        end = float(row.fold_order_parameter)
         panel.plot(
-            *stable_branch(row.nu.values, row.order.values, fold, end), color=color, label=f"beta = {betas[k]:g}"
+            *stable_branch(row.nu.values, row.order_parameter.values, fold, end),
+            color=color,
+            label=f"beta = {betas[k]:g}",
         )
-        computed = row.order.values > 0
-        panel.plot(row.nu.values[computed], row.order.values[computed], ".", color=color, label="_computed")
+        computed = row.order_parameter.values > 0
+        panel.plot(row.nu.values[computed], row.order_parameter.values[computed], ".", color=color, label="_computed")
         if critical > 0:
             panel.plot([critical], [0], "o", color=color, markersize=5, clip_on=False, zorder=4, label="_critical")
         if not continuous:
@@ -81,7 +83,7 @@ def _draw_orders(panel: Axes, diagram: xr.Dataset) -> None:
             panel.plot([fold, fold], [end, 0.0], **jump)
             if "unstable_nu" in row:
                 unstable: Any = {"color": color, "linestyle": ":", "linewidth": 1.5, "label": "_unstable"}
-                panel.plot(row.unstable_nu.values, row.unstable_order.values, **unstable)
+                panel.plot(row.unstable_nu.values, row.unstable_order_parameter.values, **unstable)
     right = max(1.15 * float(diagram.fold_nu.max()), float(diagram.nu[0]))
     panel.set(xlabel="nu, the strength of the noise", xlim=(0, right), ylim=(-0.02, 1.02))
     panel.set_title("order |E x| (dashed: jump; dotted: unstable)", loc="left", fontsize=9)

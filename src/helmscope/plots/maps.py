@@ -36,8 +36,9 @@ def draw_map(
 
     Numbers of both signs, and differences, have a diverging color map centered at 0; colors are proportional to the
     root of the numbers of a variable with the attribute scale = "sqrt". A map with the axis ``head`` is arranged like a
-    table, with heads as columns, and its cells contain their numbers, unless ``numbers`` is False, if there are at most
-    100 and they fit. Any other map has its first axis horizontally, which ends at its first and last coordinates.
+    table: heads are columns, layers or heads that were not chosen leave no gap, and the cells contain their numbers,
+    unless ``numbers`` is False, if there are at most 100 and they fit. Any other map has its first axis horizontally,
+    which ends at its first and last coordinates.
 
     >>> import xarray as xr
     >>> from helmscope.plots.style import new_figure
@@ -55,7 +56,7 @@ def draw_map(
     cells = as_floats(value.transpose(vertical, horizontal), name)
     logarithmic = log or (value.attrs.get("scale") == "log" and spans_decades(shared))
     colors = _color_scale(np.asarray(shared), logarithmic, value)
-    x, y = (np.asarray(value[dim].values, dtype=np.float64) for dim in (horizontal, vertical))
+    x, y = (_cell_centers(value[dim].values, is_table=is_table) for dim in (horizontal, vertical))
     image = panel.pcolormesh(x, y, cells, shading="nearest", **colors)
     bar = figure.colorbar(image, ax=panel, label=plain(str(value.attrs.get("units", ""))))
     if not logarithmic:
@@ -64,14 +65,24 @@ def draw_map(
     panel.grid(False)
     panel.set(xlabel=plain(axis_name(value, horizontal)), ylabel=plain(axis_name(value, vertical)))
     panel.set_title(plain(title), loc="left", fontsize=9)
-    for axis, dim in ((panel.xaxis, horizontal), (panel.yaxis, vertical)):
-        whole_ticks(axis, value, dim)
+    for axis, dim, centers in ((panel.xaxis, horizontal, x), (panel.yaxis, vertical, y)):
+        if np.array_equal(centers, value[dim].values):
+            whole_ticks(axis, value, dim)
+        else:
+            axis.set_ticks(centers, [f"{each:g}" for each in value[dim].values])
     if is_table:
         panel.invert_yaxis()
         if numbers and cells.size <= MAX_NUMBERS:
             _draw_numbers(panel, image, x, y, cells)
     else:
         panel.set(xlim=(x[0], x[-1]))  # the outer halves of the first and last cells are beyond the data
+
+
+def _cell_centers(coordinates: Any, *, is_table: bool) -> Any:
+    """Where the cells of a map are: at their coordinates; those of a table of chosen layers or heads side by side."""
+    places = np.asarray(coordinates, dtype=np.float64)
+    consecutive = len(places) > 1 and bool((np.diff(places) == 1).all())
+    return places if consecutive or not is_table else np.arange(len(places), dtype=np.float64)
 
 
 def _color_scale(numbers: Any, logarithmic: bool, value: xr.DataArray) -> dict[str, Any]:

@@ -108,11 +108,11 @@ def draw_figure(
     columns, slots = _layout(panels, len(shown))
     rows = -(-len(slots) // columns)
     width = max(WIDTH * columns, 4.6)
-    title = title or (_own_title(shown[0].data) if len(shown) == 1 else "")
+    title = textwrap.fill(title or (_own_title(shown[0].data) if len(shown) == 1 else ""), round(ACROSS_INCH * width))
     caption = textwrap.fill(
         "; ".join(filter(None, (_caption(shown, panels, omitted), note))), round(ACROSS_INCH * width)
     )
-    above = HEADING + LINE * caption.count("\n")
+    above = HEADING + LINE * (title + caption).count("\n")
     letters = LETTERS if not any(panel.is_map for panel in panels) else LETTERS_OF_MAPS
     with styled():
         figure = blank_figure(width, max(map(_panel_height, panels)) * rows + above)
@@ -300,7 +300,7 @@ def _sidestep(measurement: int, entry: int, measurements: int, entries: int) -> 
 
 def _own_title(data: xr.Dataset) -> str:
     """The model of a Measurement, and what was done to it, as far as its attributes say so."""
-    return ": ".join(str(data.attrs[name]) for name in ("model", "title") if data.attrs.get(name))
+    return ": ".join(str(data.attrs[name]) for name in ("model", "system", "title") if data.attrs.get(name))
 
 
 def _panel_title(value: xr.DataArray, name: str, letters: int) -> str:

@@ -43,7 +43,7 @@ EDIT_COLORS = (*COLORS, "#8a8f98", "#b03060")
 SPELLED = {"mlp": "MLP", "jko": "JKO", "jacobian": "Jacobian"}
 # the variables of each measurement that are drawn where there are many measurements
 PAGE: dict[str, tuple[str, ...]] = {
-    "kernel_statistics": ("entropy", "effective_keys"),
+    "kernel_statistics": ("row_entropy", "effective_keys"),
     "attention_drift": ("total_drift",),
     "attention_diffusion": ("total_nu_token_sampling",),
     "mlp_force": ("force_length", "gradient_length_unit_sphere"),
@@ -52,7 +52,7 @@ PAGE: dict[str, tuple[str, ...]] = {
     "gate_sparsity": ("gate_sparsity",),
     "effective_beta": ("beta_without_self", "r_squared_without_self"),
     "transport_ratio": ("ratio_from_start",),
-    "attention_diffusion_spectrum": ("total_rank",),
+    "attention_diffusion_spectrum": ("total_sigma_rank",),
     "attention_surface_divergence": ("total_surface_divergence",),
     "mlp_jacobian": ("antisymmetric_share",),
     "free_energy_along_depth": ("free_energy",),
@@ -66,7 +66,7 @@ PAGE: dict[str, tuple[str, ...]] = {
 }
 # the variables that are drawn first, where a measurement has more than fit
 FIRST = {
-    "kernel_statistics": ("entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
+    "kernel_statistics": ("row_entropy", "effective_keys", "largest_weight", "first_token_mass", "bistochastic_defect"),
     "depth_steps": ("median_angle", "update_cosine", "net_angle", "radius"),
     "generator_test": (
         "explained_share",
@@ -77,20 +77,26 @@ FIRST = {
     ),
     "transport_ratio": ("ratio", "ratio_from_start", "relative_step"),
     "entropy_along_depth": ("gaussian_entropy", "matrix_entropy", "neighbor_entropy", "surface_fisher_information"),
-    "free_energy_along_depth": ("free_energy", "free_energy_change", "entropy", "entropy_change", "nu"),
+    "free_energy_along_depth": (
+        "free_energy",
+        "free_energy_change",
+        "gaussian_entropy",
+        "gaussian_entropy_change",
+        "nu",
+    ),
     "mlp_entropy_change": ("entropy_change",),
     "effective_beta": ("beta_without_self", "r_squared_without_self"),
     "query_key_noise": ("ratio",),
     "query_key_noise_by_layer": ("ratio", "kl"),
     "query_key_change_damage": ("ratio",),
-    "query_key_metric": ("symmetric_share", "alignment"),
+    "query_key_metric": ("symmetric_share", "qk_ov_alignment"),
     "attention_sinks": ("first_token_mass", "sink_value_norm_ratio"),
     "sink_constancy": ("write_cosine", "write_explained_share"),
     "sink_damage": ("kl",),
     "layer_ablation_damage": ("kl", "repaired_share"),
     "head_ablation_damage": ("kl", "effective_keys"),
     "fourier_band_damage": ("kl",),
-    "attention_temperature_damage": ("kl", "entropy_change"),
+    "attention_temperature_damage": ("kl", "prediction_entropy_change"),
     "loss_gradient_cosine": ("cosine",),
     "cloud_projection": ("growth_ratio", "idempotence_defect"),
 }
@@ -103,11 +109,15 @@ ENTRIES: dict[str, dict[str, Any]] = {
 # what is drawn over a variable: its prediction, in a few words
 OVER = {
     "free_energy_along_depth": {
-        f"{kind}_{name}": (name, text)
+        f"{kind}_{name}": (measured, text)
         for kind, text in (("predicted", "predicted"), ("gaussian_predicted", "predicted, Gaussian"))
-        for name in ("free_energy", "entropy", "free_energy_change", "entropy_change")
+        for change in ("", "_change")
+        for name, measured in (
+            (f"free_energy{change}", f"free_energy{change}"),
+            (f"entropy{change}", f"gaussian_entropy{change}"),
+        )
     },
-    "mlp_entropy_change": {"surface_divergence": ("entropy_change", "first order")},
+    "mlp_entropy_change": {"first_order_entropy_change": ("entropy_change", "first order")},
 }
 
 
@@ -222,6 +232,7 @@ def _draw(figure: Figure, panel: Axes, name: str, data: xr.Dataset, variable: st
     axis = next(str(dim) for axes in (STATE_AXES, OTHER_AXES) for dim in axes if dim in value.dims)
     value = value.transpose(axis, ...)
     title = f"{_words(name)}: {value.attrs.get('long_name', _words(variable))}"
+    title += f" ({value.attrs['units']})" if "units" in value.attrs else ""
     shown = "\n".join(textwrap.wrap(title, LETTERS))
     if axis in OTHER_AXES:
         handles = _draw_edits(panel, data, variable, value)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from helmscope.plots.style import COLORS
 from helmscope.plots.variable_panel import single_replicates
 from helmscope.stats.reduce import band, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis, type_with_article
 
-if TYPE_CHECKING:
-    import xarray as xr
-
+MAX_NAMED_HEADS = 12  # heads that are drawn side by side with their intervals, instead of as the cells of a map
 STATE_AXES = ("depth", "layer", "time")  # the horizontal axis, if a variable has one of these
 
 
@@ -90,9 +89,37 @@ def reduced_by_label(measurements: Any) -> list[Shown]:
                 f"{name} is {type_with_article(data)}, but it must be a Measurement (xarray Dataset), such as "
                 "hs.track(recording, order=hs.order_parameter)"
             )
+        data = _with_named_heads(data)
         replicate = replicate_axis(data) if keeps_replicates(data) else str(data.attrs.get("replicate", "replicate"))
         shown.append(Shown(str(label), reduced(data), replicate, single_replicates(data)))
     return shown
+
+
+def _with_named_heads(data: xr.Dataset) -> xr.Dataset:
+    """The Measurement with one axis of names such as L0H4 if it holds only a few heads, chosen from several layers or
+    from one: a map of layers and heads would be all but empty.
+
+    >>> import numpy as np
+    >>> import xarray as xr
+    >>> values = [[np.nan, 0.1], [0.2, np.nan]]
+    >>> x = _with_named_heads(xr.Dataset({"x": (("layer", "head"), values)}, {"layer": [0, 7], "head": [2, 4]})).x
+    >>> x["head"].values.tolist(), x.values.tolist()
+    (['L0H4', 'L7H2'], [0.1, 0.2])
+    """
+    pair = {"layer", "head"}
+    by_head = [value for value in data.data_vars.values() if pair <= set(value.dims)]
+    others = [value for name, value in data.variables.items() if name not in pair]
+    if not by_head or any(len(pair & set(value.dims)) == 1 for value in others):
+        return data
+    known = [value.notnull().any([dim for dim in value.dims if dim not in pair]) for value in by_head]
+    present = np.any([each.transpose("layer", "head").values for each in known], axis=0)
+    if not 0 < present.sum() <= MAX_NAMED_HEADS or (present.all() and min(present.shape) > 1):
+        return data
+    layers, heads = np.nonzero(present)
+    numbers = (data["layer"].values[layers], data["head"].values[heads])
+    names = [f"L{layer}H{head}" for layer, head in zip(*numbers, strict=True)]
+    places = {axis: xr.DataArray(each, dims="head") for axis, each in (("layer", layers), ("head", heads))}
+    return data.isel(places).drop_vars("layer").assign_coords(head=names)
 
 
 def _is_dataset(value: object) -> bool:

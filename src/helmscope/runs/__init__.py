@@ -1,5 +1,5 @@
 """Run units of work on an engine and store their results, with progress and resume. Independent of what a unit
-computes; no torch. ``hs.jobs`` describes whole workers, and ``hs.store`` the folders that hold their results.
+computes; no torch. ``hs.jobs`` describes whole jobs, and ``hs.store`` the folders that hold their results.
 """
 
 from typing import TYPE_CHECKING

@@ -98,7 +98,7 @@ def unsupported_reason(simulation: Simulation, instrument: Instrument) -> str | 
         return f"field is {name}, but {instrument.name} needs a kernel, which is defined for attention fields only"
     if Needs.QKV in instrument.needs and not isinstance(attention, Attention | MultiHead):
         return f"field is {name}, but {instrument.name} needs query, key and value: those of SA, MultiHead and the like"
-    if Needs.OUTPUT in instrument.needs:
+    if Needs.OUTPUT_MATRIX in instrument.needs:
         reason = _output_unsupported(field, instrument.name)
         if reason is not None:
             return reason
@@ -230,7 +230,7 @@ class _LayerView:
         kernel = self.simulation.kernel(layer=self.layer) if Needs.KERNEL in needs else None
         query, key, value = self._projections(attention) if Needs.QKV in needs else (None, None, None)
         write = self._write(Half.ATTENTION, state) if Needs.ATTENTION_WRITE in needs else None
-        output = self._output(attention) if Needs.OUTPUT in needs else None
+        output = self._output(attention) if Needs.OUTPUT_MATRIX in needs else None
         direction = self.simulation.trajectory.states[self.layer]
         return AttentionTensors(state, direction, kernel, query, key, value, write, output)
 

@@ -57,7 +57,7 @@ def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:
     if isinstance(field, Force):
         width = field.hidden
     elif isinstance(field, CrossAttention):
-        width = field.context.shape[-2]
+        width = field.memory.shape[-2]
     elif isinstance(field, MultiHead | MultiHeadAsPrinted):
         width = len(field.heads) * n
     return x.shape[:-1].numel() * max(width, d)

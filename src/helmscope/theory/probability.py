@@ -24,7 +24,7 @@ def wendel_probability(*, n: int, dim: int) -> float:
 
 
 def initial_close_pair_probability(*, dim: int, delta: float) -> float:
-    """Probability P(<x, y> >= 1 - delta) for two independent uniform points: the expected fraction of pairs clustered
+    """Probability P(<x, y> >= 1 - delta) for two independent uniform points: the expected share of pairs that have met
     at t = 0.
 
         P = (1/2) I_{1-(1-delta)^2}((dim-1)/2, 1/2)  for delta <= 1, and 1 - P(2 - delta) above;  0 <= delta <= 2.

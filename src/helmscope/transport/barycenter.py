@@ -90,7 +90,7 @@ class Barycenter(Plottable):
 def check_members(
     points: object,
     clouds: object,
-    weights: object,
+    cloud_weights: object,
     barycentric_weights: object,
     cost: Cost,
     point_weights: object = None,
@@ -105,9 +105,9 @@ def check_members(
     if not isinstance(clouds, Sequence) or not clouds:
         found = "empty" if isinstance(clouds, Sequence) else type_with_article(clouds)
         raise HelmscopeError(f"clouds is {found}, but it must be a list of at least one cloud")
-    each_weights = [None] * len(clouds) if weights is None else weights
+    each_weights = [None] * len(clouds) if cloud_weights is None else cloud_weights
     shares = [1.0] * len(clouds) if barycentric_weights is None else barycentric_weights
-    for name, given in (("weights", each_weights), ("barycentric_weights", shares)):
+    for name, given in (("cloud_weights", each_weights), ("barycentric_weights", shares)):
         if not isinstance(given, Sequence) or len(given) != len(clouds):
             found = f"has length {len(given)}" if isinstance(given, Sequence) else f"is {type_with_article(given)}"
             raise HelmscopeError(
@@ -126,7 +126,7 @@ def check_members(
                 masses,
                 cost=cost,
                 balanced=False,
-                names=("points", f"clouds[{k}]", "point_weights", f"weights[{k}]"),
+                names=("points", f"clouds[{k}]", "point_weights", f"cloud_weights[{k}]"),
             )
         )
         for k, (cloud, masses) in enumerate(zip(clouds, each_weights, strict=True))  # type: ignore[call-overload]
@@ -145,7 +145,7 @@ def _normalized(pair: Clouds) -> Clouds:
 def free_support_barycenter(
     points: Float[Tensor, "k d"],
     clouds: Sequence[Float[Tensor, "n d"]],
-    weights: Sequence[Float[Tensor, " n"] | None] | None = None,
+    cloud_weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
     barycentric_weights: Sequence[float] | None = None,
     point_weights: Float[Tensor, " k"] | None = None,
@@ -156,7 +156,7 @@ def free_support_barycenter(
     progress: ProgressOption = None,
 ) -> Barycenter:
     """Barycenter with k moving points of fixed ``point_weights``, started from ``points`` [Cuturi & Doucet 2014,
-    arXiv:1310.4375]. ``weights`` are those of the clouds, one entry per cloud, None for equal ones.
+    arXiv:1310.4375]. ``cloud_weights`` are those of the clouds, one entry per cloud, None for equal ones.
 
     Each iteration computes a plan from the points to every cloud, and moves each point to the mean of its targets, for
     which the sum of costs is least at these plans: the value never increases with exact plans. It ends at a fixed
@@ -179,7 +179,7 @@ def free_support_barycenter(
     rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, 2, None, None, 1000)
     check_real("tol", tol, above=0)
     check_integer("max_iterations", max_iterations, at_least=1)
-    pairs, shares = check_members(points, clouds, weights, barycentric_weights, distance, point_weights)
+    pairs, shares = check_members(points, clouds, cloud_weights, barycentric_weights, distance, point_weights)
     solver = _Solver(rules, exact=epsilon is None)
     found = _move(pairs, shares, solver, tol, max_iterations, progress)  # type: ignore[arg-type]
     if found.ok or epsilon is None:

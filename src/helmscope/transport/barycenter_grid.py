@@ -44,7 +44,7 @@ MAX_VARIABLES = 2**19  # of the linear program
 def fixed_support_barycenter(
     points: Float[Tensor, "k d"],
     clouds: Sequence[Float[Tensor, "n d"]],
-    weights: Sequence[Float[Tensor, " n"] | None] | None = None,
+    cloud_weights: Sequence[Float[Tensor, " n"] | None] | None = None,
     *,
     barycentric_weights: Sequence[float] | None = None,
     epsilon: float | None = None,
@@ -54,9 +54,9 @@ def fixed_support_barycenter(
     max_iterations: int = 1000,
     progress: ProgressOption = None,
 ) -> Barycenter:
-    """Barycenter on the given ``points``, whose weights are computed, for the cost dist^p. ``weights`` are those of the
-    clouds, one entry per cloud, None for equal ones. As everywhere the cost defaults to ``Geodesic()``; points of R^d
-    need ``Euclidean()``.
+    """Barycenter on the given ``points``, whose weights are computed, for the cost dist^p. ``cloud_weights`` are those
+    of the clouds, one entry per cloud, None for equal ones. As everywhere the cost defaults to ``Geodesic()``; points
+    of R^d need ``Euclidean()``.
 
     Without ``epsilon`` the weights are exact, by a linear program (HiGHS) for at most 2^19 pairs of points. With
     ``epsilon`` they minimize the cost with entropy (see the module), which blurs them; memory is then O(k + n). It
@@ -71,7 +71,7 @@ def fixed_support_barycenter(
     """
     distance = check_cost(cost)
     rules = Rules.checked(1.0 if epsilon is None else epsilon, distance, p, None, tol, max_iterations)
-    pairs, shares = check_members(points, clouds, weights, barycentric_weights, distance)
+    pairs, shares = check_members(points, clouds, cloud_weights, barycentric_weights, distance)
     check_real("tol", tol, above=0)
     if epsilon is None:
         return _linear_program(pairs, shares, rules)

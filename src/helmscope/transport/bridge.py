@@ -199,7 +199,7 @@ class BridgeField(Field):
 
     @property
     def space(self) -> StateSpace:
-        """That of the bridge."""
+        """The space of the bridge."""
         return self.bridge.space
 
     @property

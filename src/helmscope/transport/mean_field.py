@@ -60,7 +60,7 @@ class MeanFieldReference(Field):
 
     @property
     def space(self) -> StateSpace:
-        """That of the field."""
+        """The space of the field."""
         return self.field.space
 
     @property
@@ -111,7 +111,7 @@ class MeanFieldReference(Field):
         masses = self.path_weights.to(x)
         if type(self.field) is SA:  # needs no attention among the others
             matrices = {"query_key": self.field.query_key, "value": self.field.value}
-            return CrossAttention(self.field.beta, others, context_weights=masses, **matrices).velocity(x)
+            return CrossAttention(self.field.beta, others, memory_weights=masses, **matrices).velocity(x)
         n = x.shape[-2]
         tokens = torch.cat([x, others], -2)
         weights = torch.cat([x.new_zeros(n), masses]).expand(tokens.shape[:-1])

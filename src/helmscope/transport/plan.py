@@ -52,7 +52,7 @@ class Plan(Plottable):
     ``cost`` is the ground distance, ``p`` its power, and ``epsilon`` the weight of the entropy, None if the plan is
     exact. ``value`` is the transport cost sum_ij pi_ij c_ij, c = dist^p, and ``distance`` its root value^(1/p), W_p if
     the plan is exact; ``objective`` is what the solver minimized (the same for exact transport; with entropy and
-    relaxed marginals otherwise), and ``dual`` its lower bound from the ``potentials`` f, g. ``couple(values)`` returns
+    relaxed marginals otherwise), and ``dual`` its lower bound from the ``potentials`` f, g. ``apply(values)`` returns
     sum_j pi_ij values_j, (n, k), without forming pi where the plan is implicit. ``marginal_errors`` are the sums over i
     of |sum_j pi_ij - a_i|, and likewise for y. A sparse plan lists its ``entries``: indices i, indices j, and masses
     pi_ij > 0.
@@ -73,7 +73,7 @@ class Plan(Plottable):
     marginal_errors: tuple[float, float]
     status: PlanStatus
     iterations: int
-    couple: Callable[[Float[Tensor, "m k"]], Float[Tensor, "n k"]]
+    apply: Callable[[Float[Tensor, "m k"]], Float[Tensor, "n k"]]
     epsilon: float | None = None
     remedy_epsilon: float = 0.0  # a regularization that would converge, named by the outcome
     entries: tuple[Int[Tensor, " k"], Int[Tensor, " k"], Float[Tensor, " k"]] | None = None
@@ -111,14 +111,14 @@ class Plan(Plottable):
         """The plan as a matrix; raises ``HelmscopeError`` if it would not fit in memory."""
         n, m = self.clouds.a.shape[-1], self.clouds.b.shape[-1]
         if n * m > 2**28:
-            raise HelmscopeError(f"the plan has {n} x {m} entries, but a matrix of at most 2^28 is formed: use couple")
-        return self.couple(torch.eye(m, dtype=self.clouds.b.dtype, device=self.clouds.b.device))
+            raise HelmscopeError(f"the plan has {n} x {m} entries, but a matrix of at most 2^28 is formed: use apply")
+        return self.apply(torch.eye(m, dtype=self.clouds.b.dtype, device=self.clouds.b.device))
 
     @property
     def barycentric_projection(self) -> Float[Tensor, "n d"]:
         """Where each x goes on average, the barycentric projection sum_j pi_ij y_j / sum_j pi_ij in R^d."""
         y = self.clouds.y
-        sums = self.couple(torch.cat([y, torch.ones_like(y[:, :1])], -1))
+        sums = self.apply(torch.cat([y, torch.ones_like(y[:, :1])], -1))
         return sums[:, :-1] / sums[:, -1:]
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ def sparse_plan(
         for index, total in ((i, a), (j, b))
     ]
 
-    def couple(values: Tensor) -> Tensor:
+    def applied(values: Tensor) -> Tensor:
         sums = torch.zeros(n, values.shape[-1], dtype=torch.float64, device=device)
         return sums.index_add(0, i, mass.unsqueeze(-1) * values.double()[j]).to(values.dtype)
 
@@ -184,7 +184,7 @@ def sparse_plan(
         marginal_errors=(errors[0], errors[1]),
         status=status,
         iterations=iterations,
-        couple=couple,
+        apply=applied,
         entries=(i, j, mass.to(dtype)),
     )
 

@@ -53,7 +53,7 @@ def sinkhorn(
     distance.
 
     As for ``w2``, the cost defaults to ``Geodesic()``, the angle between unit vectors; points of R^d need
-    ``Euclidean()``. Memory is O(n + m): beyond 2^22 pairs neither c nor pi is stored, and ``Plan.couple`` computes pi
+    ``Euclidean()``. Memory is O(n + m): beyond 2^22 pairs neither c nor pi is stored, and ``Plan.apply`` computes pi
     block by block as well. For |x - y|^2, that is for ``Euclidean()``, or ``Chordal()`` on the sphere, an iteration
     costs two passes of attention without values; other costs, ``Geodesic()`` among them, take several times longer.
     Large problems start from the potentials of random samples.
@@ -164,7 +164,7 @@ def entropic_plan(
         marginal_errors=evaluation.errors,
         status=status,
         iterations=potentials.iterations,
-        couple=coupling,
+        apply=coupling,
         remedy_epsilon=remedy,
     )
 

@@ -12,7 +12,7 @@ from helmscope.types.similar import close_names, containing_names, similar_names
 
 FEW_NAMES = 16  # up to this many allowed names are listed, even if one is close
 NEAREST = 5  # of more names, this many are listed
-SIMILAR = 0.45  # share of equal letters from which a name is listed
+SIMILAR = 0.4  # share of equal letters from which a name is listed
 
 
 def check_real(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
@@ -125,9 +125,9 @@ def check_name(kind: str, name: str, allowed: Iterable[str], *, listed_by: str =
         hint = f"; allowed: {listing}"
     else:
         similar = similar_names(name, names, cutoff=SIMILAR, count=NEAREST)
-        everything = f"{listed_by} prints all {len(names)}" if listed_by else f"{len(names)} are allowed"
-        nearest = f"; similar: {', '.join(similar)}" if similar else ""
-        hint = f"{nearest} ({everything})" if nearest or listed_by else f"; {everything}"
+        hint = f"; similar: {', '.join(similar)}" if similar else ""
+        hint += f" ({listed_by} prints all {len(names)})" if listed_by else ""
+        hint = hint or f"; {len(names)} are allowed"
     raise HelmscopeError(f"unknown {kind} '{name}'{hint}")
 
 

@@ -64,7 +64,7 @@ class Measurement(xr.Dataset):  # type: ignore[no-untyped-call]
         return MeasurementPlot(self)
 
     def where(self, *args: Any, **kwargs: Any) -> Self:
-        """That of xarray, as a Measurement.
+        """``Dataset.where``, returned as a Measurement.
 
         >>> measured = Measurement({"rank": ("system", [1.0, 2.0])})
         >>> type(measured.where(measured["rank"] > 1)).__name__
@@ -73,7 +73,7 @@ class Measurement(xr.Dataset):  # type: ignore[no-untyped-call]
         return self.of(super().where(*args, **kwargs))
 
     def fillna(self, value: Any) -> Self:
-        """That of xarray, as a Measurement.
+        """``Dataset.fillna``, returned as a Measurement.
 
         >>> type(Measurement({"rank": ("system", [1.0, float("nan")])}).fillna(0.0)).__name__
         'Measurement'
@@ -118,8 +118,9 @@ class Measurements(dict[str, xr.Dataset]):
 
 
 def _origin(measured: Mapping[str, xr.Dataset]) -> tuple[str, list[str]]:
-    """The name of the model, empty if it is unknown, and the numbers of replicates in words."""
-    model = next((str(data.attrs["model"]) for data in measured.values() if data.attrs.get("model")), "")
+    """The name of the model or simulation, empty if it is unknown, and the numbers of replicates in words."""
+    names = (str(data.attrs[key]) for data in measured.values() for key in ("model", "system") if data.attrs.get(key))
+    model = next(names, "")
     counts = dict.fromkeys(
         pluralized(data.sizes[axis], axis)
         for data in measured.values()

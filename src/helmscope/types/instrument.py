@@ -72,7 +72,7 @@ class Instrument(ABC):
         """What it needs from a replay."""
 
     @property
-    def extra_forwards(self) -> int:
+    def extra_forward_passes(self) -> int:
         """The number of forward passes of a model that it runs in addition to the replay; 0 by default."""
         return 0
 

@@ -33,10 +33,10 @@ class Needs(Flag):
 
     ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes;
     they are optional, and passed for every layer that has this half. ``KERNEL`` (the attention weights), ``QKV``
-    (queries, keys and values), ``OUTPUT`` (the matrices by which the heads write) and ``FORCE`` (the MLP as a field on
-    unit vectors) are required: replaying a system that cannot provide them raises ``HelmscopeError``. ``CROSS`` (the
-    states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and
-    ``CROSS_WRITE`` are passed for every layer with cross-attention; most systems have none.
+    (queries, keys and values), ``OUTPUT_MATRIX`` (the matrices by which the heads write) and ``FORCE`` (the MLP as a
+    field on unit vectors) are required: replaying a system that cannot provide them raises ``HelmscopeError``.
+    ``CROSS`` (the states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``,
+    ``CROSS_QKV`` and ``CROSS_WRITE`` are passed for every layer with cross-attention; most systems have none.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
@@ -54,7 +54,7 @@ class Needs(Flag):
     CROSS_KERNEL = auto()
     CROSS_QKV = auto()
     CROSS_WRITE = auto()
-    OUTPUT = auto()
+    OUTPUT_MATRIX = auto()
 
     @property
     def attention_half(self) -> bool:
@@ -63,7 +63,7 @@ class Needs(Flag):
         >>> Needs.QKV.attention_half, Needs.FORCE.attention_half
         (True, False)
         """
-        needs = Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.OUTPUT | Needs.ATTENTION_WRITE
+        needs = Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.OUTPUT_MATRIX | Needs.ATTENTION_WRITE
         return bool(self & needs)
 
     @property
@@ -156,9 +156,9 @@ class AttentionTensors(ConciseRepr):
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors as in the
     trajectory. ``kernel`` has rows of attention weights, and an axis of heads unless the system is a simulated field of
     a single head. In a model keys and values may have fewer heads than queries. ``write`` is what the half adds to the
-    state, before any projection to the sphere. ``output`` holds the matrices W_O^h by which the heads write, residual
-    multiplier and step size included: ``write`` is sum_h W_O^h sum_j P^h_ij v^h_j plus a bias that is the same for all
-    tokens. Tensors are valid only during the call.
+    state, before any projection to the sphere. ``output_matrix`` holds the matrices W_O^h by which the heads write,
+    residual multiplier and step size included: ``write`` is sum_h W_O^h sum_j P^h_ij v^h_j plus a bias that is the same
+    for all tokens. Tensors are valid only during the call.
 
     >>> import torch
     >>> x = torch.eye(2).expand(1, 2, 2)
@@ -173,7 +173,7 @@ class AttentionTensors(ConciseRepr):
     key: Float[Tensor, "rows *kv_heads n r"] | None = None
     value: Float[Tensor, "rows *kv_heads n s"] | None = None
     write: Float[Tensor, "rows n d"] | None = None
-    output: Float[Tensor, "*heads d s"] | None = None
+    output_matrix: Float[Tensor, "*heads d s"] | None = None
 
     @property
     def radius(self) -> Float[Tensor, "rows n"]:

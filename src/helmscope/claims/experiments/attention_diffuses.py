@@ -23,7 +23,7 @@ from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.observe.context_group import ContextGroup
-from helmscope.observe.context_noise import context_groups, context_noise
+from helmscope.observe.context_noise import context_group_noise, context_groups
 from helmscope.observe.context_statistics import covariance_regression
 from helmscope.stats.scales import LinearScale, RemainderScale
 from helmscope.types import HelmscopeError
@@ -143,13 +143,13 @@ def _on_model(case: TrialCase) -> Finding:
     groups = _groups(case, recording, contexts, where, count)
     if isinstance(groups, Finding):
         return groups
-    measured = context_noise(groups, seed=case.seed)
+    measured = context_group_noise(groups, seed=case.seed)
     if bool(measured.slope.isnull().all()):
         return Finding.impossible("Sigma_A of layer 0 is 0: all values are the same")
     sampled = np.array([_one_context(case, group, number) for number, group in enumerate(groups)])
     twins = np.stack(
         [
-            context_noise(context_groups(twin, contexts, groups=count, seed=case.seed)).slope.values
+            context_group_noise(context_groups(twin, contexts, groups=count, seed=case.seed)).slope.values
             for twin in case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts[:2])
         ]
     )
@@ -157,9 +157,9 @@ def _on_model(case: TrialCase) -> Finding:
     described["variance of the cloud after attention over that before"] = over_prompts(_growth(recording))
     data = curve(
         "diffusivity",
-        np.stack([measured[name].values for name in ("nu_token_sampling", "nu_random_values", "nu_context")], -1)[
-            :, None
-        ],
+        np.stack(
+            [measured[name].values for name in ("total_nu_token_sampling", "total_nu_random_values", "nu_context")], -1
+        )[:, None],
         {"layer": [0], "mode": ["A: one sampled key", "B: random values", "C: over contexts"]},
         label="diffusivity nu, one value per group",
         log=True,
@@ -179,7 +179,7 @@ def _on_model(case: TrialCase) -> Finding:
         data=data,
         remark=_remark(measured),
         setting=f"model {case.subject.name}, layer 0, {len(groups)} groups of the same word at the same position with "
-        f"{float(measured.contexts.mean()):.0f} contexts on average, from {where}; tangent space of the state, "
+        f"{float(measured.context_count.mean()):.0f} contexts on average, from {where}; tangent space of the state, "
         "writes over its length",
     )
 
@@ -204,10 +204,10 @@ def _remark(measured: xr.Dataset) -> str:
     means = {name: float(values.mean()) for name, values in measured.data_vars.items()}
     return (
         f"The diffusivity over contexts is {means['nu_context']:.2g}, that of sampling one key "
-        f"{means['nu_token_sampling']:.2g} and that of random values {means['nu_random_values']:.2g}, with "
+        f"{means['total_nu_token_sampling']:.2g} and that of random values {means['total_nu_random_values']:.2g}, with "
         f"{means['effective_keys']:.1f} effective keys; {means['cross_head_share']:.0%} of the covariance is between "
-        f"heads and {means['cross_token_share']:.0%} between keys; increments are {means['normal_distance']:.3f} from "
-        f"normal on random directions, normal samples {means['normal_distance_null']:.3f}."
+        f"heads and {means['cross_key_share']:.0%} between keys; increments are {means['kolmogorov_distance']:.3f} "
+        f"from normal on random directions, normal samples {means['kolmogorov_distance_null']:.3f}."
     )
 
 
@@ -220,7 +220,7 @@ def _described(measured: xr.Dataset, sampled: np.ndarray, twins: np.ndarray) -> 
     described: dict[str, Evidence] = {
         str(measured[name].attrs["long_name"]): _over_groups(measured[name].values)
         for name in measured.data_vars
-        if name not in ("slope", "r_squared", "contexts")
+        if name not in ("slope", "r_squared", "context_count")
     }
     described["R^2 if the increments are single sampled tokens"] = _over_groups(sampled[:, 1], REMAINDER)
     described["slope, untrained twins"] = Replicates(twins.mean(1), "twins")

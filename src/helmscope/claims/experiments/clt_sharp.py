@@ -15,7 +15,7 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import prints_premise
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.observe.context_noise import context_groups, context_noise
+from helmscope.observe.context_noise import context_group_noise, context_groups
 from helmscope.observe.kernel import normalized_rows
 from helmscope.types import HelmscopeError, Instrument, Needs
 
@@ -105,16 +105,16 @@ def _over_contexts(case: TrialCase, trial: AttentionTrial) -> dict[str, Evidence
         groups = context_groups(trial.few, contexts, groups=case.count(256, quick=32), seed=case.seed)
     except HelmscopeError as error:
         return {name: PremiseImpossible(str(error))}
-    measured = context_noise(groups, seed=case.seed)
-    excess = measured.normal_distance - measured.normal_distance_null
+    measured = context_group_noise(groups, seed=case.seed)
+    excess = measured.kolmogorov_distance - measured.kolmogorov_distance_null
     few_keys = measured.effective_keys <= measured.effective_keys.median()
     rows = {
-        name: measured.normal_distance,
-        "the same of normal samples of the same size": measured.normal_distance_null,
+        name: measured.kolmogorov_distance,
+        "the same of normal samples of the same size": measured.kolmogorov_distance_null,
         "distance above that of normal samples, half of the groups with fewer effective keys": excess[few_keys],
         "distance above that of normal samples, half of the groups with more effective keys": excess[~few_keys],
         "share of covariance over contexts between heads": measured.cross_head_share,
-        "share of covariance over contexts between keys": measured.cross_token_share,
+        "share of covariance over contexts between keys": measured.cross_key_share,
     }
     finite = {label: values.values[np.isfinite(values.values)] for label, values in rows.items()}
     return {label: Replicates(values, "groups") for label, values in finite.items() if len(values) > 1}

@@ -34,22 +34,24 @@ def elliptic(case: TrialCase) -> Finding:
     tokens = case.count(4, quick=2)
 
     def spectrum(**options: int) -> AttentionDiffusionSpectrum:
-        return AttentionDiffusionSpectrum(tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"), **options)
+        return AttentionDiffusionSpectrum(
+            sampled_tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"), **options
+        )
 
-    single = OneHead(tokens=1, seed=case.seed, tol=case.constant("rank_tolerance"))
+    single = OneHead(sampled_tokens=1, seed=case.seed, tol=case.constant("rank_tolerance"))
     planted = PlantedSigma()
     measured = trial.recording.replay(spectrum(), planted)
     anatomy = trial.recording.anatomy
     dim = anatomy.dim - (2 if anatomy.centered else 1)
     enough = math.ceil(dim / (anatomy.layers[0].heads or 1)) + 1
-    late = trial.few.replay(spectrum(skip=enough - 1))["attention_diffusion_spectrum"].smallest_eigenvalue
+    late = trial.few.replay(spectrum(first_position=enough - 1))["attention_diffusion_spectrum"].smallest_eigenvalue
     alone = trial.few.replay(single)[single.name]
     found, isotropic = measured["attention_diffusion_spectrum"], measured[planted.name]
 
     def silent(recording: Recording) -> Evidence:
         return every_layer(recording.replay(spectrum())["attention_diffusion_spectrum"].smallest_eigenvalue)
 
-    rank, bound = (found[name].mean("head").mean("layer").values for name in ("rank", "rank_bound"))
+    rank, bound = (found[name].mean("head").mean("layer").values for name in ("sigma_rank", "sigma_rank_bound"))
     return Finding(
         undecided_because=trial.chosen.alike,
         evidence={
@@ -67,7 +69,7 @@ def elliptic(case: TrialCase) -> Finding:
             ),
             "bound of the rank per head, over the tangent dimension": over_prompts(bound / dim),
             "rank of the sum over heads, over the tangent dimension": over_prompts(
-                found.total_rank.mean("layer").values / dim
+                found.total_sigma_rank.mean("layer").values / dim
             ),
             "smallest eigenvalue over the mean one on the range of Sigma": over_prompts(
                 found.smallest_eigenvalue_of_range.mean("layer").values
@@ -81,8 +83,8 @@ def elliptic(case: TrialCase) -> Finding:
             over="prompt",
         ),
         remark=f"The smallest eigenvalue over the mean one runs {layer_means(found.smallest_eigenvalue)}, the rank of "
-        f"the sum over heads {layer_means(found.total_rank)} of {dim}; a head has rank {float(rank.mean()):.1f}, at "
-        f"most {float(bound.mean()):.1f}. On the range of Sigma the smallest eigenvalue over the mean one runs "
+        f"the sum over heads {layer_means(found.total_sigma_rank)} of {dim}; a head has rank {float(rank.mean()):.1f}, "
+        f"at most {float(bound.mean()):.1f}. On the range of Sigma the smallest eigenvalue over the mean one runs "
         f"{layer_means(found.smallest_eigenvalue_of_range)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )

@@ -155,16 +155,17 @@ def _of_model(case: TrialCase) -> Finding:
         return Finding.impossible(refused)
     if not _writes(recording):
         return Finding.impossible(NO_CHANGE)
-    measured = mlp_entropy_change(recording, tokens=case.constant("tokens"))
-    if bool((measured.singular > 0).any()):
+    measured = mlp_entropy_change(recording, sampled_tokens=case.constant("tokens"))
+    if bool((measured.singular_count > 0).any()):
         return Finding.impossible(f"the map of an MLP half-step is singular ({measured.attrs['singular_maps']})")
-    exact, predicted = (measured[name].values.T for name in ("entropy_change", "surface_divergence"))  # (prompt, layer)
+    # over (prompt, layer)
+    exact, predicted = (measured[name].values.T for name in ("entropy_change", "first_order_entropy_change"))
     drawn = np.random.default_rng(case.seed_for(0))
     permuted = np.stack([drawn.permutation(row) for row in predicted])
     silent: Evidence = PremiseImpossible(NO_CHANGE)
     if _writes(quiet := silenced(recording)):
-        again = mlp_entropy_change(quiet, tokens=case.constant("tokens"))
-        silent = Replicates(slopes(again.surface_divergence.values.T, again.entropy_change.values.T), "prompts")
+        again = mlp_entropy_change(quiet, sampled_tokens=case.constant("tokens"))
+        silent = Replicates(slopes(again.first_order_entropy_change.values.T, again.entropy_change.values.T), "prompts")
     each = {"exact": exact, "predicted": predicted}
     return Finding(
         undecided_because=prompts.alike,
@@ -200,7 +201,7 @@ def slopes(predicted: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 def _token_slopes(measured: xr.Dataset) -> np.ndarray:
     """The slope over the sampled tokens of each prompt, the mean over layers."""
-    exact, predicted = (measured[f"token_{name}"].values for name in ("entropy_change", "surface_divergence"))
+    exact, predicted = (measured[f"token_{name}"].values for name in ("entropy_change", "first_order_entropy_change"))
     kept = np.isfinite(exact)
     center = np.where(kept, exact, 0.0).sum(-1, keepdims=True) / kept.sum(-1, keepdims=True)
     moved = np.where(kept, exact - center, 0.0)

@@ -193,10 +193,10 @@ def _of_model(case: TrialCase) -> Finding:
     if refused is not None:
         return Finding.impossible(refused)
     tokens = case.constant("tokens")
-    measured = free_energy_along_depth(recording, tokens=tokens)
+    measured = free_energy_along_depth(recording, sampled_tokens=tokens)
     if measured.attrs["undefined"] != "none":
         return Finding.inconclusive(f"the entropy of the tokens is not defined: {measured.attrs['undefined']}")
-    silent = free_energy_along_depth(silenced(recording), tokens=tokens, predict=False)
+    silent = free_energy_along_depth(silenced(recording), sampled_tokens=tokens, predict=False)
     twins = _twins(case, prompts.texts)
     return Finding(
         undecided_because=prompts.alike,
@@ -232,7 +232,7 @@ def _twins(case: TrialCase, texts: tuple[Any, ...]) -> np.ndarray:
     count = case.constant("twins")
     recordings = case.subject.twin_recordings(count, seed=case.seed, texts=texts[:TWIN_PROMPTS])
     tokens = case.constant("tokens")
-    found = (free_energy_along_depth(each, tokens=tokens, predict=False) for each in recordings)
+    found = (free_energy_along_depth(each, sampled_tokens=tokens, predict=False) for each in recordings)
     return np.array([_falling(each) for each in found])
 
 
@@ -256,7 +256,10 @@ def _described(measured: xr.Dataset, twins: np.ndarray) -> dict[str, Evidence]:
 def _curves(measured: xr.Dataset) -> xr.Dataset:
     """F and entropy over depth, with the predicted curves and their misfits, and F as printed."""
     depths, families = measured.depth.values.tolist(), []
-    for name, label in (("free_energy", "free energy F since depth 0"), ("entropy", "Gaussian entropy (nats)")):
+    for name, label in (
+        ("free_energy", "free energy F since depth 0"),
+        ("gaussian_entropy", "Gaussian entropy (nats)"),
+    ):
         named = {text: f"{kind}{name}" for text, kind in CURVES.items()}
         misfits = {text: measured.attrs.get(f"{variable}_misfit") for text, variable in named.items()}
         labels = [text if misfit is None else f"{text}, misfit {misfit:.2g}" for text, misfit in misfits.items()]

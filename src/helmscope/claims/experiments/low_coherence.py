@@ -91,7 +91,7 @@ def _over_layers(values: xr.DataArray) -> np.ndarray:
 
 
 def _excess(weights: xr.Dataset) -> np.ndarray:
-    return _over_layers(weights.alignment_absolute - weights.alignment_absolute_null)
+    return _over_layers(weights.neuron_alignment_absolute - weights.neuron_alignment_absolute_null)
 
 
 def _alignment_and_share(case: TrialCase, weights: xr.Dataset, shares: MlpShares) -> tuple[np.ndarray, np.ndarray, str]:
@@ -99,10 +99,16 @@ def _alignment_and_share(case: TrialCase, weights: xr.Dataset, shares: MlpShares
     if case.subject.model == "A":
         history = ablated_training_history()
         share = 1 - history.antisymmetric_share.mean("prompt")
-        tables = [np.asarray(each.transpose("layer", "step").values) for each in (abs(history.alignment), share)]
+        tables = [
+            np.asarray(each.transpose("layer", "step").values) for each in (abs(history.neuron_alignment_mean), share)
+        ]
         return tables[0], tables[1], f"{history.sizes['step']} snapshots of a sibling of A"
     share_now = 1 - shares.shares("antisymmetric_share").mean(1)
-    return _over_layers(weights.alignment_absolute)[:, None], share_now[:, None], "the layers of the trained model"
+    return (
+        _over_layers(weights.neuron_alignment_absolute)[:, None],
+        share_now[:, None],
+        "the layers of the trained model",
+    )
 
 
 def _sparsity_and_coherence(
@@ -111,11 +117,9 @@ def _sparsity_and_coherence(
     """Gate sparsity and coherence of W_in over (layer, snapshot)."""
     if is_bundled(case.subject.model):
         history = training_history(case.subject.model)
-        layers = "layer" if history.sizes["block"] == 1 else "block"
-        coherence = history.coherence_max.transpose("block", "step").values
-        sparsity = history.gate_sparsity.transpose("layer", "step").values
-        if layers == "block":
-            return np.asarray(sparsity), np.asarray(coherence)
+        if "block" not in history.sizes:  # the axis of model tied, whose layers share one block
+            coherence = history.coherence_max.transpose("layer", "step").values
+            return np.asarray(history.gate_sparsity.transpose("layer", "step").values), np.asarray(coherence)
     now = gate_sparsity(recording).gate_sparsity.mean("prompt").values
     return np.asarray(now)[:, None], _over_layers(weights.coherence_max)[:, None]
 
@@ -144,7 +148,9 @@ def _alignment_or_reason(recording: Recording, case: TrialCase) -> Replicates | 
 
 def _described(weights: xr.Dataset, aligned: np.ndarray, share: np.ndarray) -> dict[str, Evidence]:
     by_layer: dict[str, Evidence] = {
-        "mean cos of what a neuron reads and writes": Replicates(_over_layers(weights.alignment), "layers"),
+        "mean cosine of a neuron's input and output weights": Replicates(
+            _over_layers(weights.neuron_alignment_mean), "layers"
+        ),
         "coherence over the Welch bound": Replicates(
             _over_layers(weights.coherence_max / weights.welch_bound), "layers"
         ),
@@ -168,7 +174,7 @@ def _remark(weights: xr.Dataset, source: str) -> str:
     largest, gaussian, welch = (
         _over_layers(weights[name]) for name in ("coherence_max", "coherence_gaussian", "welch_bound")
     )
-    cosine, null = _over_layers(weights.alignment_absolute), _over_layers(weights.alignment_absolute_null)
+    cosine, null = _over_layers(weights.neuron_alignment_absolute), _over_layers(weights.neuron_alignment_absolute_null)
     return (
         f"The largest |cos| of two rows of W_in runs from {largest.min():.2f} to {largest.max():.2f}, against "
         f"{gaussian.mean():.2f} for Gaussian rows and {welch.mean():.3f}, the Welch bound. The mean |cos(w, v)| runs "

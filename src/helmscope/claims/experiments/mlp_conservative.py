@@ -94,7 +94,7 @@ def _described(
     own: MlpShares, recording: Recording, projected: xr.Dataset | None
 ) -> tuple[dict[str, Evidence], xr.Dataset]:
     """What is reported and not judged, and the Measurement of the split."""
-    split = recording.replay(MlpForce(tokens=None))["mlp_force"]
+    split = recording.replay(MlpForce(sampled_tokens=None))["mlp_force"]
     over = {
         "share weighted by the covariance of the tokens": own.shares("antisymmetric_share_weighted"),
         "share on the tangent space": own.shares("antisymmetric_share_tangent"),
@@ -117,7 +117,7 @@ def _projected(recording: Recording, case: TrialCase) -> xr.Dataset | None:
     """
     if swirl_bound_unsupported(recording) is not None:
         return None
-    projected = mlp_swirl_bound(recording, neurons=case.count(768, quick=256), tokens=case.count(4096, quick=1024))
+    projected = mlp_swirl_bound(recording, neurons=case.count(768, quick=256), max_tokens=case.count(4096, quick=1024))
     return None if "undetermined" in projected.attrs else projected
 
 

@@ -76,9 +76,9 @@ def mlp_projects(case: TrialCase) -> Finding:
 def _measured(recording: Recording, case: TrialCase, *, planted_share: float | None = None) -> xr.Dataset:
     return cloud_projection(
         recording,
-        neighbors=case.constant("neighbours"),
+        neighbors=case.constant("neighbors"),
         principal_axes=case.constant("tangent_dims"),
-        tokens=case.count(case.constant("samples"), quick=case.constant("samples_quick")),
+        sampled_tokens=case.count(case.constant("samples"), quick=case.constant("samples_quick")),
         planted_share=planted_share,
         seed=case.seed_for(0),
         progress=False,

@@ -96,7 +96,7 @@ def _on_model(case: TrialCase) -> Finding:
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
 
     def measured(recording: Recording) -> xr.Dataset:
-        return block_mobility(recording, tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
+        return block_mobility(recording, sampled_tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
 
     def silent(recording: Recording) -> Evidence:
         return every_layer(measured(recording).antisymmetric_share)

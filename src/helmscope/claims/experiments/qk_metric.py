@@ -109,7 +109,7 @@ def _described(metric: xr.Dataset, layers: list[int]) -> dict[str, Evidence]:
         "share of negative eigenvalues in |S|^2": "negative_eigenvalue_share",
         "positive eigenvalues of S": "positive_eigenvalue_count",
         "negative eigenvalues of S": "negative_eigenvalue_count",
-        "alignment of W_Q^T W_K with W_O W_V": "alignment",
+        "alignment of W_Q^T W_K with W_O W_V": "qk_ov_alignment",
     }
     described: dict[str, Evidence] = {
         label: Replicates(np.asarray(heads[name].values).ravel(), "heads") for label, name in names.items()

@@ -34,7 +34,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     if trial.without_ruling is not None:
         return trial.without_ruling
     tokens = case.count(4, quick=2)
-    spectrum, planted = AttentionDiffusionSpectrum(tokens=tokens, seed=case.seed), PlantedSigma()
+    spectrum, planted = AttentionDiffusionSpectrum(sampled_tokens=tokens, seed=case.seed), PlantedSigma()
     measured = trial.recording.replay(spectrum, planted, AttentionDiffusion())
     found, noise = measured[spectrum.name], measured["attention_diffusion"]
     anatomy = trial.recording.anatomy
@@ -44,35 +44,37 @@ def scalar_diffusion(case: TrialCase) -> Finding:
     random = random_shares(case, dim=dim, heads=heads, rank=anatomy.dim // heads, tokens=max(2, keys))
 
     def silent(recording: Recording) -> Evidence:
-        return every_layer(recording.replay(spectrum)[spectrum.name].effective_share)
+        return every_layer(recording.replay(spectrum)[spectrum.name].effective_dimension_share)
 
     return Finding(
         undecided_because=trial.chosen.alike,
         evidence={
-            "effective share of directions": every_layer(found.effective_share),
+            "effective share of directions": every_layer(found.effective_dimension_share),
             "effective share at random": Replicates(random, "random covariances"),
         },
         controls={
-            "isotropic Sigma": every_layer(measured[planted.name].effective_share),
+            "isotropic Sigma": every_layer(measured[planted.name].effective_dimension_share),
             "one direction": every_layer(measured[planted.name].one_direction),
             "blocks that write nothing": trial.silent_evidence(silent, "Sigma is 0 and has no anisotropy"),
         },
         described={
-            "effective share of the range of Sigma": over_prompts(found.effective_share_of_range.mean("layer").values),
+            "effective share of the range of Sigma": over_prompts(
+                found.effective_dimension_share_of_range.mean("layer").values
+            ),
             "nu = tr(T Sigma T) / d_t": over_prompts(noise.total_nu_token_sampling.mean("layer").values),
             "nu = tr Sigma / d as printed": over_prompts(noise.total_nu_as_printed.mean("layer").values),
         },
         data=curve(
             "effective_share",
-            by_prompt(found.effective_share),
+            by_prompt(found.effective_dimension_share),
             {"layer": found.layer.values.tolist()},
             label="effective share 1 / (anisotropy d_t) of the tangent directions",
             over="prompt",
         ),
-        remark=f"The effective share runs {layer_means(found.effective_share)}, that of random covariances of as many "
-        f"heads and keys is {random.mean():.2f}, and that of the range of Sigma runs "
-        f"{layer_means(found.effective_share_of_range)}; nu runs {layer_means(noise.total_nu_token_sampling)}, as "
-        f"printed {layer_means(noise.total_nu_as_printed)}.",
+        remark=f"The effective share runs {layer_means(found.effective_dimension_share)}, that of random covariances "
+        f"of as many heads and keys is {random.mean():.2f}, and that of the range of Sigma "
+        f"runs {layer_means(found.effective_dimension_share_of_range)}; nu runs "
+        f"{layer_means(noise.total_nu_token_sampling)}, as printed {layer_means(noise.total_nu_as_printed)}.",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
     )
 

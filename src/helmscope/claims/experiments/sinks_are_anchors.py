@@ -99,7 +99,7 @@ class Sinks:
     @classmethod
     def of(cls, case: TrialCase, recording: Recording, heads: list[tuple[int, int]] | None = None) -> Sinks:
         """The heads whose weight on the first token reaches the constant of the entry, or the given ones."""
-        sinks = AttentionSinks(first_query=case.constant("first_query"))
+        sinks = AttentionSinks(first_position=case.constant("first_position"))
         values = TokenValues((0, case.constant("other_position")))
         found = recording.replay(sinks, values)
         measured = found[sinks.name]

@@ -94,7 +94,7 @@ def _on_model(case: TrialCase) -> Finding:
     if trial.without_ruling is not None:
         return trial.without_ruling
     tokens = case.count(case.constant("tokens"), quick=case.constant("tokens_quick"))
-    instrument = LayerWhitening(tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
+    instrument = LayerWhitening(sampled_tokens=tokens, seed=case.seed, tol=case.constant("rank_tolerance"))
     refused = trial.recording.unsupported_reason(instrument)
     if refused is not None:
         return Finding.impossible(refused)
@@ -107,7 +107,7 @@ def _on_model(case: TrialCase) -> Finding:
         undecided_because=trial.chosen.alike,
         evidence={
             "change of the share": every_layer(found.antisymmetric_share_change),
-            "variation of Sigma": _over_layers(found.variation),
+            "variation of Sigma": _over_layers(found.sigma_variation),
             "commutator": _over_layers(found.commutator),
         },
         controls={
@@ -128,7 +128,7 @@ def _on_model(case: TrialCase) -> Finding:
         ),
         remark=f"The share runs {layer_means(found.antisymmetric_share_before)} before and "
         f"{layer_means(found.antisymmetric_share_after)} after whitening, the variation of Sigma "
-        f"{layer_means(found.variation)}, the commutator "
+        f"{layer_means(found.sigma_variation)}, the commutator "
         f"{layer_means(found.commutator)} ({layer_means(found.commutator_null)} with random eigenvectors). "
         f"{small_steps_premise(case)}",
         setting=f"{trial.setting}; {tokens} tokens of each prompt",
@@ -147,7 +147,7 @@ def shares(drift: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """The antisymmetric shares |A|^2 / |S|^2 of drifts -S x before and after whitening by Sigma, one per pair."""
     pairs = [whiten(s, noise) for s, noise in zip(drift, sigma, strict=True)]
     before = torch.tensor([pair.antisymmetric_share_before for pair in pairs], dtype=F64)
-    return before.square(), torch.tensor([pair.antisymmetric_share for pair in pairs], dtype=F64).square()
+    return before, torch.tensor([pair.antisymmetric_share_after for pair in pairs], dtype=F64)
 
 
 def turned_counterexample(case: TrialCase, count: int) -> list[float]:
