@@ -183,7 +183,7 @@ def test_the_seconds_of_the_units_add_up_to_those_of_the_job():
     found = job.cost()
     assert set(found.unit_seconds) == {unit.name for unit in job.units}
     assert sum(found.unit_seconds.values()) == pytest.approx(found.seconds)
-    measured = MeasurementSpec(text_count=2, tokens=8, only=["depth_steps", "query_key_metric"])
+    measured = MeasurementSpec(text_count=2, text_length=8, only=["depth_steps", "query_key_metric"])
     found = hs.jobs.estimate(measured)
     assert set(found.unit_seconds) == {unit.name for unit in measured.units()}
     assert 0 < sum(found.unit_seconds.values()) < found.seconds  # the recording and the picture are no units

@@ -58,7 +58,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     seed: int = 0
     device: str = "cpu"
 
-    main_fields: ClassVar[tuple[str, ...]] = ("model", "text_count", "tokens")
+    main_fields: ClassVar[tuple[str, ...]] = ("model", "text_count", "text_length")
     verb: ClassVar[tuple[str, ...]] = ("measure",)
     checks: ClassVar[Mapping[str, Check]] = {
         "model": checks.path,
