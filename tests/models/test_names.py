@@ -81,6 +81,7 @@ def test_a_layer_by_the_name_of_its_block(family, name):
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.layer(name) == recording.layer(1) == 1
     assert torch.equal(recording.kernel(layer=name), recording.kernel(layer=1))
+    assert torch.equal(recording.kernel(name), recording.kernel(layer=1))
     assert torch.equal(recording.force_points(layer=name), recording.force_points(layer=1))
     assert recording.force(layer=name) is not None
 
