@@ -286,6 +286,10 @@ def test_an_unknown_export_offers_the_nearest() -> None:
         ("store", "integrate", ": it is hs.integrate"),
         ("", "AblateHed", ": did you mean 'hs.intervene.AblateHead'?"),
         ("", "simulate", ": it is hs.integrate"),
+        ("", "sa", ": did you mean 'SA'?"),
+        ("", "usa", ": did you mean 'USA'?"),
+        ("", "mlp", ": did you mean 'MLP'?"),
+        ("", "loss", ": did you mean 'next_token_loss'?"),
         ("", "xyzzyx", ""),
     ],
 )

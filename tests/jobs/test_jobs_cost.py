@@ -8,7 +8,7 @@ import pytest
 
 import helmscope as hs
 from helmscope.claims.run_trials import plan_trials
-from helmscope.jobs import DensitySpec, PhaseSpec, SimulationSpec, TrialsSpec, cost, sample
+from helmscope.jobs import DensitySpec, MeasurementSpec, PhaseSpec, SimulationSpec, TrialsSpec, cost, sample
 from helmscope.jobs.cost import Estimate
 from helmscope.solve.flow import Flow
 
@@ -149,3 +149,41 @@ def test_the_verb_prints_an_estimate_and_runs_nothing(helmscope, tmp_path):
     assert code == 0
     assert '"work": "2 trials"' in out
     assert [path.name for path in tmp_path.iterdir()] == ["two.toml"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "work"),
+    [(SimulationSpec(n=4, batch=2, times=[0, 1]), "2 systems"), (DensitySpec(field="none", times=[0, 1]), "65 harm")],
+)
+@pytest.mark.parametrize(("seconds", "shown"), [(2.5, True), (1.5, False), (None, False)])
+def test_the_estimate_is_printed_before_a_job_of_more_than_two_seconds(
+    monkeypatch, capsys, tmp_path, spec, work, seconds, shown
+):
+    name = "simulation_cost" if isinstance(spec, SimulationSpec) else "density_cost"
+    monkeypatch.setattr(cost, name, lambda _: cost.Estimate(work, seconds, 10**9))
+    hs.jobs.run(spec, folder=tmp_path / "run", show_progress=True)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert (first == f"{work}: roughly 2 s on one core, 1.0 GB") is shown
+    assert first.startswith(work) is shown
+    hs.jobs.run(spec, folder=tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_estimate_that_fails_does_not_stop_the_job(monkeypatch, tmp_path):
+    def fail(spec):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cost, "simulation_cost", fail)
+    assert hs.jobs.run(SimulationSpec(n=4, batch=2, times=[0, 1]), folder=tmp_path / "run", show_progress=True).ok
+
+
+def test_the_seconds_of_the_units_add_up_to_those_of_the_job():
+    spec = TrialsSpec(claims=["kuramoto", "tokens-cluster"], quick=True)
+    job = spec.prepare()
+    found = job.cost()
+    assert set(found.unit_seconds) == {unit.name for unit in job.units}
+    assert sum(found.unit_seconds.values()) == pytest.approx(found.seconds)
+    measured = MeasurementSpec(text_count=2, text_length=8, only=["depth_steps", "query_key_metric"])
+    found = hs.jobs.estimate(measured)
+    assert set(found.unit_seconds) == {unit.name for unit in measured.units()}
+    assert 0 < sum(found.unit_seconds.values()) < found.seconds  # the recording and the picture are no units

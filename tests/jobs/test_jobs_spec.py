@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tomllib
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def test_a_schema_for_forms() -> None:
         ('job = "simulate"\nbeta = nan', "x.toml is not valid: beta is nan"),
         ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads only version 1 of the format"),
         ('job = "phase"\n[field]\nname = 1', "field is a dict, but it must be one of sa, usa, sinkhorn"),
-        ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list"),
+        ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list, such as ['rate']"),
     ],
 )
 def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
@@ -277,7 +278,8 @@ def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     )
     similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
     assert similar.startswith("unknown claim 'mean'; similar: no-mean-drift, ")
-    assert " (`helmscope claims list` prints all 69); for your own claim pass " in similar
+    assert "breathing" not in similar  # spelled a little alike, but others contain the word
+    assert " (`helmscope claims list` prints all 69); for your own" in similar
 
 
 # The registry ---------------------------------------------------------------------------------------------------------
@@ -293,3 +295,56 @@ def test_every_name_loads_its_object(names: registry.Names) -> None:
 def test_importing_jobs_does_not_import_torch() -> None:
     code = "import sys, helmscope as hs; hs.jobs.SimulationSpec(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
     assert run_python(code, check=True).stdout.strip() == "set()"
+
+
+def test_a_spec_shows_the_fields_that_were_given(tmp_path: Path) -> None:
+    assert repr(SimulationSpec(field="usa", beta=4.0)) == "SimulationSpec(field='usa', beta=4.0)"
+    assert repr(spec_from_toml('job = "simulate"\nbeta = 4')) == "SimulationSpec(beta=4.0)"
+    assert repr(SimulationSpec()) == "SimulationSpec()"
+    assert repr(PhaseSpec(seed=0)) == "PhaseSpec(seed=0)"
+    # what was given is no part of the value
+    plain, given = SimulationSpec(), SimulationSpec(beta=4)
+    assert plain == given
+    assert hash(plain) == hash(given)
+    assert spec_to_toml(plain) == spec_to_toml(given)
+    assert plain.fields == given.fields
+    # a copy and a pickle have the same value, and show at least what differs from the defaults
+    spec = SimulationSpec(field="usa", beta=4.0)
+    assert repr(msgspec.structs.replace(spec)).startswith("SimulationSpec(field='usa'")
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_a_spec_read_from_a_written_file_shows_its_main_fields(tmp_path: Path) -> None:
+    write_spec(SimulationSpec(seed=7), tmp_path / "spec.toml")
+    assert repr(read_spec(tmp_path / "spec.toml")) == (
+        "SimulationSpec(field='sa', beta=4.0, nu=0.0, n=32, dim=3, batch=16, times='0:10:101', seed=7)"
+    )
+
+
+@pytest.mark.parametrize("kind", [SimulationSpec, DensitySpec, PhaseSpec, MeasurementSpec, TrialsSpec, ReportSpec])
+def test_a_notebook_shows_the_main_fields_of_every_spec(kind: type[Spec]) -> None:
+    spec = kind()
+    assert kind.main_fields
+    assert [name for name, _ in spec.rows][: len(kind.main_fields)] == list(kind.main_fields)
+    text = spec._repr_html_()
+    for name in kind.main_fields:
+        assert f">{name}</td>" in text
+    assert "\n" not in repr(spec)
+
+
+def test_the_table_of_a_simulation_says_what_was_computed() -> None:
+    rows = dict(SimulationSpec(field="usa", times=[0, 5], merge=0.01).rows)
+    assert rows == {
+        "field": "usa", "beta": 4.0, "nu": 0.0, "n": 32, "dim": 3, "batch": 16, "times": "0.0, 5.0", "merge": 0.01
+    }  # fmt: skip
+
+
+def test_a_list_is_shown_by_example_and_a_file_is_read_first() -> None:
+    assert refused(lambda: PhaseSpec(dims=2)) == "dims is 2, but it must be a list, such as [2]"
+    assert refused(lambda: TrialsSpec(claims="rate")) == "claims is 'rate', but it must be a list, such as ['rate']"
+    assert refused(lambda: PhaseSpec(dims="2-8")) == "dims is '2-8', but it must be a list"
+    assert refused(lambda: PhaseSpec(dims={2: 3})) == "dims is {2: 3}, but it must be a list"
+    for file in ("usa.toml", Path("usa.toml")):
+        assert refused(lambda file=file: hs.jobs.run(file)).endswith(
+            "but it must be a spec of hs.jobs, such as PhaseSpec(): read a file with hs.jobs.read_spec('usa.toml')"
+        )

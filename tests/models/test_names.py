@@ -81,6 +81,7 @@ def test_a_layer_by_the_name_of_its_block(family, name):
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.layer(name) == recording.layer(1) == 1
     assert torch.equal(recording.kernel(layer=name), recording.kernel(layer=1))
+    assert torch.equal(recording.kernel(name), recording.kernel(layer=1))
     assert torch.equal(recording.force_points(layer=name), recording.force_points(layer=1))
     assert recording.force(layer=name) is not None
 
@@ -94,6 +95,7 @@ def test_a_layer_by_the_name_of_its_block(family, name):
             r"layer is 'transformer\.h\.3', but the layers are 'transformer\.h\.0' to 'tr.*\.2'",
         ),
         ("gpt2", "transformer.h.1.mlp", "but the layers are"),
+        ("gpt2", "four", r"layer is 'four', but the layers are '.*', or by number 0 to 2 or 'L0' to 'L2'$"),
         ("gpt2", 3, "layer is 3, but this recording has layers 0 to 2"),
         ("gpt2", True, "layer is True, but"),
         ("gpt2", "L3", "layer is 'L3', but this recording has layers 0 to 2"),

@@ -271,6 +271,16 @@ def test_what_is_no_function_is_refused():
         hs.track(PLAIN, order="str")
 
 
+def test_a_function_without_a_name_is_refused():
+    says = (
+        "quantities is given order_parameter without a name, but track needs at least one function .* by its name, such"
+    )
+    with pytest.raises(hs.HelmscopeError, match=says):
+        hs.track(PLAIN, hs.order_parameter)
+    with pytest.raises(hs.HelmscopeError, match="system is a function, but it must be a System"):
+        hs.measure(hs.order_parameter)
+
+
 def test_nothing_to_track_is_refused():
     with pytest.raises(hs.HelmscopeError, match="quantities is empty, but track needs at least one function"):
         hs.track(PLAIN)

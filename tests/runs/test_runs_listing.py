@@ -105,3 +105,10 @@ def test_a_missing_folder_is_one_sentence(tmp_path):
         list_runs(tmp_path / "none")
     with pytest.raises(HelmscopeError, match=r"^root is an int, but it must be a path, as a str or a Path$"):
         list_runs(3)
+
+
+def test_a_run_folder_lists_itself(tmp_path):
+    folder = begun(tmp_path, "w", 3)
+    (alone,) = list_runs(folder.path)
+    assert [alone] == list_runs(tmp_path)
+    assert alone.name == "w"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from helmscope.runs import Processes, Unit, UnitsFailed, progress, run_units
-from helmscope.runs.progress import import_announced, remaining, unit_progress
+from helmscope.runs.progress import TimeLeft, import_announced, unit_progress
 from helmscope.store import RunFolder
 from support.toy_units import divide, manifest, mixture
 
@@ -85,13 +85,77 @@ def test_a_slow_import_is_announced_on_a_terminal_only(monkeypatch, tmp_path, ca
     assert {"slow_one", "slow_two"} <= set(sys.modules)
 
 
-def test_the_estimate_accounts_for_parallel_jobs():
+@pytest.mark.parametrize("costs", [None, "equal"])
+def test_the_estimate_accounts_for_parallel_jobs(costs):
+    def remaining(seconds, *, done, left, workers):
+        names = [str(k) for k in range(done + left)]
+        ahead = TimeLeft(dict.fromkeys(names, 1e-9) if costs else None, count=done + left, workers=workers)
+        for name in names[:done]:
+            ahead.finish(name)
+        return ahead.seconds(seconds)
+
     # 8 units of 10 s on 4 processes: one is done, the other three are about to finish
-    assert remaining(10.0, done=1, left=7, workers=4) == 17.5
-    assert remaining(10.0, done=4, left=4, workers=4) == 10.0
+    assert remaining(10.0, done=1, left=7, workers=4) == pytest.approx(17.5)
+    assert remaining(10.0, done=4, left=4, workers=4) == pytest.approx(10.0)
     # fewer units than processes
-    assert remaining(10.0, done=1, left=1, workers=8) == 5.0
-    assert remaining(30.0, done=3, left=5, workers=1) == 50.0
+    assert remaining(10.0, done=1, left=1, workers=8) == pytest.approx(5.0)
+    assert remaining(30.0, done=3, left=5, workers=1) == pytest.approx(50.0)
+    assert remaining(30.0, done=3, left=0, workers=1) == 0.0
+
+
+def test_units_count_by_their_cost(clock, capsys):
+    """Units that take twice what was estimated, the cheap ones first: 8 of 10 units are done in 1.6 % of the time."""
+    costs = {f"cheap-{k}": 1.0 for k in range(8)} | {"dear-0": 192.0, "dear-1": 300.0}
+    with unit_progress("trying", total=10, done=0, workers=1, costs=costs) as tick:
+        for name, cost in costs.items():
+            clock[0] += 2 * cost
+            tick(name)
+    truth = [2 * sum(list(costs.values())[k:]) for k in range(1, 11)]
+    assert truth[8] == 600
+    assert capsys.readouterr().err.splitlines() == [
+        "trying: 10 units, 0 already done",
+        # 499 cost units are left, and their time is twice that
+        *(f"trying: {k} of 10 units, about {truth[k - 1] / 60:.0f} min left" for k in range(1, 10)),
+        "trying: 10 of 10 units, in 17 min",
+    ]
+
+
+def test_while_little_is_done_the_estimate_is_a_lower_bound():
+    """One unit of 0.1 s by the estimate took 0.02 s; without the bound the 570 s left would become 114 s."""
+    ahead = TimeLeft({"tiny": 0.1, "half": 30.0, "rest": 540.0})
+    ahead.finish("tiny")
+    assert ahead.seconds(0.02) == pytest.approx(570.0)
+    ahead.finish("half")  # 5.3 % are done: from now on the measured speed counts
+    assert ahead.seconds(6.02) == pytest.approx(6.02 * 540 / 30.1)
+    # four processes share what is left
+    parallel = TimeLeft({str(k): 100.0 for k in range(40)}, workers=4)
+    parallel.finish("0")
+    assert parallel.seconds(1.0) == pytest.approx(3900 / 4)
+
+
+@pytest.mark.parametrize("costs", [{"a": 1.0}, {"a": 0.0, "b": 5.0}])
+def test_without_an_estimate_of_every_unit_they_count_equally(costs):
+    ahead = TimeLeft(costs, count=2)
+    ahead.finish("a")
+    assert (ahead.share, ahead.seconds(3.0)) == (0.5, 3.0)
+
+
+def test_a_bar_advances_by_cost(clock, monkeypatch):
+    screen = terminal(monkeypatch)
+    with unit_progress("sweep", total=2, done=0, workers=1, costs={"a": 1.0, "b": 99.0}) as tick:
+        clock[0] += 3.0
+        tick("a")
+        clock[0] += 297.0
+        tick("b")
+    assert re.fullmatch(r"sweep ━+ 2 of 2 units, in 5 min", screen_lines(screen)[-1])
+
+
+def test_a_run_weights_its_units(clock, tmp_path, capsys):
+    """The first of two units has 1 % of the cost; the clock stands still, so that the estimate's rest is shown."""
+    units = [Unit("a", divide, {"a": 1.0, "b": 2.0}), Unit("b", divide, {"a": 1.0, "b": 4.0})]
+    folder = RunFolder.new(tmp_path, "run")
+    run_units(units, folder, manifest=MANIFEST, heading="dividing", costs={"a": 1.0, "b": 99.0})
+    assert "dividing: 1 of 2 units, about 99 s left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,16 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     assert "zeta" not in text
     text = refused(lambda: check_name("claim", "zet-of-mine", [*many, "zeta"]))
     assert text == "unknown claim 'zet-of-mine'; similar: zeta"
+    text = refused(lambda: check_name("claim", "zzz", many, listed_by="`helmscope claims list`"))
+    assert text == "unknown claim 'zzz' (`helmscope claims list` prints all 40)"
+    text = refused(lambda: check_name("claim", "xumber", ["number", *many], listed_by="`list`"))
+    assert text == "unknown claim 'xumber': did you mean 'number'?"
+    text = refused(
+        lambda: check_name("claim", "mean", [*many, "no-mean-drift", "means", "breathing"], listed_by="`ls`")
+    )
+    assert text == "unknown claim 'mean': did you mean 'means'?"
+    text = refused(lambda: check_name("claim", "drift", [*many, "no-mean-drift", "breathing"]))
+    assert text == "unknown claim 'drift': did you mean 'no-mean-drift'?"
     far = refused(lambda: check_name("claim", "zzz", [*many, "zeta"]))  # one letter in common is not near
     assert far == "unknown claim 'zzz'; 41 are allowed"
 
@@ -205,3 +215,30 @@ def test_one_thing_is_counted_in_the_singular():
 )
 def test_types_are_named_with_their_article(name: str, expected: str):
     assert type_with_article(type(name, (), {})()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("pwsh", ["bash", "zsh", "fish"]),
+        ("cosine", ["sa", "usa", "sinkhorn"]),
+        ("layers", ["targets", "keep", "dtype"]),
+        ("colour", ["log", "title"]),
+    ],
+)
+def test_a_name_that_is_spelled_otherwise_is_not_suggested(name, allowed):
+    text = refused(lambda: check_name("option", name, allowed))
+    assert text == f"unknown option '{name}'; allowed: {', '.join(sorted(allowed))}"
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "meant"),
+    [
+        ("sa", ["USA", "SA", "save"], "SA"),  # the same in other case
+        ("loss", ["plots", "next_token_loss"], "next_token_loss"),  # contains the word
+        ("rk5", ["rk4", "heun"], "rk4"),
+        ("ssa", ["sa", "sinkhorn"], "sa"),
+    ],
+)
+def test_what_is_suggested(name, allowed, meant):
+    assert f"did you mean '{meant}'?" in refused(lambda: check_name("name", name, allowed))

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from helmscope.claims.entry_errors import type_error_sentence
 from helmscope.types import (
     HelmscopeError,
     Judgment,
@@ -200,7 +201,7 @@ def parse_entry(text: str, name: str) -> Entry:
     ('tokens-meet', 'tokens meet', 'At least 0.8.')
     >>> parse_entry('id = "rate"', "rate.toml")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `statement`
+    helmscope.types.HelmscopeError: rate.toml has no statement, but it must have one, such as statement = "Tokens meet."
     """
     try:
         raw = tomllib.loads(text)
@@ -210,7 +211,7 @@ def parse_entry(text: str, name: str) -> Entry:
     try:
         stated = msgspec.convert({"id": name.removesuffix(".toml"), "version": 1, "source": OWN_WORK} | raw, Entry)
     except msgspec.ValidationError as error:
-        raise HelmscopeError(f"{name} is not a valid entry: {error}") from None
+        raise HelmscopeError(type_error_sentence(str(error), raw, name)) from None
     _check_stated(stated, raw, name)
     _check_bounds(stated, name)
     conditions = tuple(_complete_condition(case, stated.id) for case in stated.conditions)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from helmscope.claims.entry import Entry, parse_entry
 from helmscope.types import HelmscopeError, check_name, type_with_article
 
+LISTED_BY = "`helmscope claims list`"
+
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
@@ -50,14 +52,13 @@ def check_claim(claim: str, claims_folder: str | Path | None = None) -> str:
     """
     entries = read_catalogue(claims_folder)
     try:
-        return check_name("claim", claim, entries)
+        listed_by = LISTED_BY if claims_folder is None else ""
+        return check_name("claim", claim, entries, listed_by=listed_by)
     except HelmscopeError as error:
         if claims_folder is not None or "did you mean" in str(error):
             raise
-        unknown = str(error).removesuffix(f"; {len(entries)} are allowed")
         raise HelmscopeError(
-            f"{unknown} (`helmscope claims list` prints all {len(entries)}); for your own claim pass `claims_folder=` "
-            "(`--from` on the command line)"
+            f"{error}; for your own claim pass `claims_folder=` (`--from` on the command line)"
         ) from None
 
 
@@ -67,7 +68,7 @@ def entry(id: str) -> Entry:
     >>> entry("rate").source
     'perspective'
     """
-    return _packaged_entries()[check_name("claim", id, _packaged_entries())]
+    return _packaged_entries()[check_name("claim", id, _packaged_entries(), listed_by=LISTED_BY)]
 
 
 @functools.cache

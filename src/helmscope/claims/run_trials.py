@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,8 +157,10 @@ def run_planned(
     engine: Engine | None = None,
     heading: str | None = None,
     allow_mixed: bool = False,
+    costs: Mapping[str, float] | None = None,
 ) -> list[Trial]:
-    """Run planned trials in a run folder, as ``run_trials`` does.
+    """Run planned trials in a run folder, as ``run_trials`` does. ``costs``, the estimated seconds of each trial by its
+    name, weights the trials in the progress.
 
     Runs are resumed, interrupted and distributed over processes as in ``runs.run_units``. Claims that share a model run
     one after another in this process, after the engine's units, so that the model is recorded only once; so do all
@@ -171,7 +173,8 @@ def run_planned(
         local = _local_units(planned)
         mixed = engine if engine is None or not local else _MixedEngine(engine, local)
         try:
-            result = run_units(units, folder, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
+            shown: dict[str, Any] = {"heading": heading, "costs": costs}
+            result = run_units(units, folder, manifest=manifest, engine=mixed, allow_mixed=allow_mixed, **shown)
         except UnitsFailed as error:
             failed, result = error, error.result
     trials = [_decode_trial(result[name]) for name in result]

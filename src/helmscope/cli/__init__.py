@@ -6,6 +6,7 @@ Heavy modules are imported inside the verbs, so that ``helmscope --help`` respon
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,11 @@ from helmscope.cli.runs import runs
 from helmscope.cli.simulate import simulate
 from helmscope.types import HelmscopeError
 
+NUMBERS = {
+    "float_parsing": "a number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+}  # of pydantic
 INTERRUPTED = 130  # the exit code of typer after Ctrl-C
 
 app = typer.Typer(
@@ -92,10 +98,18 @@ def _print_error(sentence: str) -> None:
 
 
 def _parser_message(error: typer.TyperException) -> str:
-    """The message of the parser, with the invalid value added, which it omits but pydantic reports."""
+    """The message of the parser; for an invalid value a sentence like those of the library, with the value, which the
+    parser omits but pydantic reports.
+    """
     message = error.format_message()
     invalid = getattr(error.__cause__, "errors", None)
-    return message.replace("Invalid value", f"Invalid value {invalid()[0]['input']!r:.80}", 1) if invalid else message
+    if not invalid:
+        return message
+    first, option = invalid()[0], re.match(r"Invalid value for '?([^':]+)'?:", message)
+    kind = NUMBERS.get(first["type"])
+    if option is None or kind is None:
+        return message.replace("Invalid value", f"Invalid value {first['input']!r:.80}", 1)
+    return f"{option[1]} is {first['input']!r:.80}, but it must be {kind}"
 
 
 def _print_version(requested: bool) -> None:

@@ -76,11 +76,11 @@ def show_claim(
     as_json: AsJson = False,
 ) -> None:
     """Show everything that the entry of one claim states."""
-    from helmscope.claims.reading import read_catalogue
+    from helmscope.claims.reading import LISTED_BY, read_catalogue
     from helmscope.types import check_name
 
     entries = read_catalogue(folder)
-    entry = entries[check_name("claim", claim, entries)]
+    entry = entries[check_name("claim", claim, entries, listed_by=LISTED_BY if folder is None else "")]
     data = _as_data(entry, _experiments(folder), folder)
     if as_json:
         print(json.dumps(data, indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -100,12 +101,16 @@ def chosen_models(argument: Sequence[str], option: Sequence[str] | None) -> list
 
 
 def parse_numbers(text: str | None) -> Any:
-    """Parse numbers such as 1,4,9. A range FROM:TO:COUNT is returned unchanged, and so is a word that is not a number,
-    which the spec then rejects by name.
+    """Parse numbers such as 1,4,9. A range FROM:TO:COUNT is returned unchanged, and so are a range written in another
+    way, such as 0-2, and a word that is not a number, which the spec then rejects by name.
     """
     from helmscope.jobs.checks import parse_number
 
-    return text if text is None or ":" in text else [parse_number(word) for word in text.split(",")]
+    if text is None or ":" in text:
+        return text
+    numbers = [parse_number(word) for word in text.split(",")]
+    looks_like_a_range = re.fullmatch(r"\s*[\d.]+\s*(-|\.\.)\s*[\d.]+\s*", text)
+    return text if looks_like_a_range and isinstance(numbers[0], str) else numbers
 
 
 def check_plot(plot: str | None) -> Path | None:

@@ -5,6 +5,7 @@ cross-attention, by their ``site``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
@@ -130,6 +131,7 @@ class AblateHead(SiteEdit):
             raise HelmscopeError(f"layers is {short_repr(self.layers)}, but names of heads are given by heads=")
         if isinstance(head, Iterable) and not isinstance(head, str):
             raise HelmscopeError(f"head is {short_repr(head)}, but it must be one head: for several use heads=[...]")
+        _check_heads(self.heads)
         if _are_names(self.heads):
             self._set_names(layer, head)
             return
@@ -202,6 +204,29 @@ class AblateHead(SiteEdit):
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
         kept[list(self._heads_in(context.layer))] = False
         return torch.where(kept, value, 0.0)
+
+
+def _check_heads(heads: object) -> None:
+    """Raise ``HelmscopeError`` for the first of ``heads`` that is neither a number nor a name, or not what the others
+    are.
+    """
+    several = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, str) else [heads]
+    named = any(isinstance(each, str) for each in several)
+    for i, each in enumerate(several):
+        if _are_names(each) if named and isinstance(each, str) else not named and _is_index(each):
+            continue
+        shown = f"heads[{i}]" if isinstance(heads, Iterable) and not isinstance(heads, str) else "heads"
+        raise HelmscopeError(
+            f"{shown} is {short_repr(each)}, but heads must be numbers >= 0, such as [0, 3] with layers=, or names "
+            "such as ['L2H0', 'L4H3']"
+        )
+
+
+def _is_index(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
 def _are_names(value: object) -> bool:

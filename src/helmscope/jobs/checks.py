@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,23 @@ def path(name: str, value: object) -> str:
     return str(value)
 
 
-def items(name: str, value: object) -> Sequence[object]:
-    """Check for a list, tuple or array.
+def items(name: str, value: object, check: Check | None = None) -> Sequence[object]:
+    """Check for a list, tuple or array. A single value that passes the ``check`` for its items is shown in a list.
 
     >>> items("dims", [3, 9])
     [3, 9]
     """
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple):
-        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a list")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a list{_list_of_one(value, check)}")
     return values
+
+
+def _list_of_one(value: object, check: Check | None) -> str:
+    """An example of a list for the end of a message, if ``value`` may be in one."""
+    with suppress(HelmscopeError):
+        return "" if check is None else f", such as {short_repr([check('item', value)])}"
+    return ""
 
 
 def list_of(check: Check, *, min_length: int = 0) -> Check:
@@ -95,7 +103,7 @@ def list_of(check: Check, *, min_length: int = 0) -> Check:
     """
 
     def checked(name: str, value: object) -> tuple[Any, ...]:
-        values = tuple(check(f"{name}[{i}]", item) for i, item in enumerate(items(name, value)))
+        values = tuple(check(f"{name}[{i}]", item) for i, item in enumerate(items(name, value, check)))
         if len(values) < min_length:
             raise HelmscopeError(f"{name} is {short_repr(value)}, but it must have a length of at least {min_length}")
         return values

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,8 @@ REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its
 class Estimate(ConciseRepr):
     """The estimated cost of a job: ``work`` describes the work, ``seconds`` is the time on one core, and ``bytes`` the
     memory of one process with its libraries. Each number is None if it is unknown, as the time on a GPU. ``warning``
-    says if the job will probably not be completed.
+    says if the job will probably not be completed, and ``unit_seconds`` has the time of each unit of work by name, if
+    units are estimated one by one.
 
     >>> print(Estimate("20 rows of 64 samples", seconds=75.0, bytes=500_000_000))
     20 rows of 64 samples: roughly 75 s on one core, 500 MB
@@ -61,6 +62,7 @@ class Estimate(ConciseRepr):
     seconds: float | None = None
     bytes: int | None = None
     warning: str = ""
+    unit_seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         costs = [] if self.seconds is None else [f"{_format_duration(self.seconds)} on one core"]
@@ -135,18 +137,22 @@ def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
     known = experiments(spec.claims_folder)
     work = f"{pluralized(len(planned), 'quick trial' if spec.quick else 'trial')}"
     sizes = {subject: subject_size(subject) for trial in planned for subject in trial.subjects}
-    seconds = [
-        known[trial.claim].seconds[subject_kind_of(trial.subject)] * sizes[trial.subject].relative_time
+    scale = QUICK if spec.quick else 1.0
+    seconds = {
+        trial.name: scale
+        * known[trial.claim].seconds[subject_kind_of(trial.subject)]
+        * sizes[trial.subject].relative_time
         for trial in planned
-    ]
-    total = sum(seconds) * (QUICK if spec.quick else 1.0)
-    return Estimate(work, total, LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0))
+    }
+    memory = LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0)
+    return Estimate(work, sum(seconds.values()), memory, unit_seconds=seconds)
 
 
 def measurement_cost(spec: MeasurementSpec) -> Estimate:
     """The time of all measurements of a model, counted in forward passes, and that of a forward pass from a few
     texts.
     """
+    from helmscope.jobs.measure import REPLAY
     from helmscope.observe.interventions import intervention_measurements
     from helmscope.observe.measure import (
         REPLAY_FORWARDS,
@@ -161,12 +167,14 @@ def measurement_cost(spec: MeasurementSpec) -> Estimate:
     names = [name for name in reasons if spec.only or reasons[name] is None]
     streamed = any(each.name in names for each in streaming_instruments())
     chosen = [each for each in (*standalone_measurements(), *intervention_measurements()) if each.name in names]
-    standalone = sum(each.cost(few, quick=spec.quick) for each in chosen)
-    forward_passes = RECORD_FORWARDS + (REPLAY_FORWARDS if streamed else 0.0) + standalone
+    forward_passes = {REPLAY: REPLAY_FORWARDS} if streamed else {}
+    forward_passes |= {each.name: each.cost(few, quick=spec.quick) for each in chosen}
     forward = min(_seconds(few.runner.forward) for _ in range(2)) * len(subject.texts) / len(few.batch)
     size = subject_size(subject)
     work = f"{pluralized(len(names), 'measurement')} of {pluralized(len(subject.texts), 'text')}"
-    return Estimate(work, forward_passes * forward + PICTURES_S, LIBRARY_BYTES + 2 * size.bytes)
+    seconds = (RECORD_FORWARDS + sum(forward_passes.values())) * forward + PICTURES_S
+    each_unit = {name: count * forward for name, count in forward_passes.items()}
+    return Estimate(work, seconds, LIBRARY_BYTES + 2 * size.bytes, unit_seconds=each_unit)
 
 
 @dataclass(frozen=True)

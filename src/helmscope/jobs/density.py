@@ -77,6 +77,7 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     positive: bool = False
     tol: float = 1e-9
 
+    main_fields: ClassVar = ("field", "beta", "nu", "dim", "degree", "times")
     verb: ClassVar = ("density",)
     checks: ClassVar[Mapping[str, Check]] = {
         "field": lambda _, value: names.DENSITY_FIELDS.check(value),

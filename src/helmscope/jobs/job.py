@@ -65,6 +65,7 @@ class Result:
         paths = [(name, getattr(self, name, None)) for name in ("picture", "page")]
         rows: list[tuple[str, object]] = [
             ("spec", repr(self.spec)),
+            *self.spec.rows,
             ("result", self.summary),
             ("folder", self.folder.path),
             *((name, path) for name, path in paths if path is not None),
@@ -82,6 +83,7 @@ class Work:
     engine: Engine
     show_progress: bool = False
     allow_mixed: bool = False
+    costs: Mapping[str, float] | None = None  # the estimated seconds of each unit by name, if they are known
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,7 +97,9 @@ class Job(ABC):
     inputs: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
-    prints_cost: ClassVar[bool] = False  # whether ``run`` prints the estimate before it starts, if it shows progress
+    # ``run`` prints the estimate before it starts, if it shows progress: always, or else if it is above two seconds
+    prints_cost: ClassVar[bool] = False
+    weights_units: ClassVar[bool] = False  # whether the estimate has the seconds of each unit
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -136,6 +140,7 @@ class Job(ABC):
             engine=work.engine,
             heading=heading if work.show_progress else None,
             allow_mixed=work.allow_mixed,
+            costs=work.costs,
         )
 
 

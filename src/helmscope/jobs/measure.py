@@ -58,6 +58,7 @@ class MeasurementSpec(Spec, frozen=True, kw_only=True, tag="measure"):
     seed: int = 0
     device: str = "cpu"
 
+    main_fields: ClassVar[tuple[str, ...]] = ("model", "text_count", "text_length")
     verb: ClassVar[tuple[str, ...]] = ("measure",)
     checks: ClassVar[Mapping[str, Check]] = {
         "model": checks.path,
@@ -260,6 +261,7 @@ class MeasurementJob(Job):
     skipped: Mapping[str, str]
 
     prints_cost: ClassVar[bool] = True
+    weights_units: ClassVar[bool] = True
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class PhaseSpec(Spec, frozen=True, kw_only=True, tag="phase"):
     device: str = "cpu"
 
     samples_cost: ClassVar = True
+    main_fields: ClassVar = ("field", "betas", "nu", "n", "dims", "samples", "times")
     verb: ClassVar = ("phase",)
     checks: ClassVar[Mapping[str, Check]] = {
         "field": lambda _, value: names.FIELDS.check(value),

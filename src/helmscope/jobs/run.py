@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, spec_from_toml, spec_to_toml
 from helmscope.runs.attempt import check_engine
-from helmscope.runs.bar import progress_reporting
+from helmscope.runs.bar import PATIENCE_S, is_watched, progress_reporting
 from helmscope.runs.plan import read_parts
 from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
@@ -97,18 +98,36 @@ def run(
     place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
     prints = bool(show_progress)
     work = Work(folder=place, manifest=manifest, engine=engine, show_progress=prints, allow_mixed=allow_mixed)
-    if show_progress and job.prints_cost:
-        if spec.samples_cost:
-            print_status("estimating ...")
-        print_status(str(job.cost()))
-    for notice in job.notices if show_progress else ():
-        print_status(notice)
     silence = progress_reporting(False) if show_progress is False else nullcontext()
     try:
         with silence:
+            if show_progress or (show_progress is None and job.weights_units and is_watched()):
+                work = replace(work, costs=_announced_cost(job, prints=prints).unit_seconds)
+            for notice in job.notices if show_progress else ():
+                print_status(notice)
             return job.execute(work)
     except KeyboardInterrupt as error:
         raise Interrupted(place) from error
+
+
+def _announced_cost(job: Job, *, prints: bool) -> Estimate:
+    """The estimated cost of a job; with ``prints`` it is printed before some kinds of job always, and before the others
+    if it is more than two seconds. A job whose sample fails has no estimate: its units say why.
+    """
+    from helmscope.jobs.cost import Estimate
+
+    if prints and job.prints_cost and job.spec.samples_cost:
+        print_status("estimating ...")
+    try:
+        with progress_reporting(None, "estimating"):
+            cost = job.cost()
+    except (HelmscopeError, MemoryError, RuntimeError):
+        if prints and job.prints_cost:
+            raise
+        return Estimate("")
+    if prints and (job.prints_cost or (cost.seconds or 0.0) > PATIENCE_S):
+        print_status(str(cost))
+    return cost
 
 
 def estimate(spec: Spec) -> Estimate:

@@ -71,6 +71,7 @@ class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
     dtype: str = "float64"
     device: str = "cpu"
 
+    main_fields: ClassVar = ("field", "beta", "nu", "n", "dim", "batch", "times")
     verb: ClassVar = ("simulate",)
     checks: ClassVar[Mapping[str, Check]] = {
         "field": lambda _, value: names.FIELDS.check(value),

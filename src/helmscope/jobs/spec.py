@@ -14,7 +14,8 @@ from helmscope.jobs.toml import encode_toml
 from helmscope.store.atomic import as_path, explained, write_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import SPEC
-from helmscope.types import HelmscopeError, check_name, short_repr, type_with_article
+from helmscope.types import HelmscopeError, check_name, html_table, short_repr, type_with_article
+from helmscope.types.display import LONGEST_LINE, shortened
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 JOB = "job"
+GIVEN = "_fields_given"  # in the __dict__ of a spec
 
 
 class _NamedFields(msgspec.StructMeta):
@@ -36,11 +38,19 @@ class _NamedFields(msgspec.StructMeta):
             )
         for name in fields:
             check_name(f"keyword of {cls.__name__}", name, cls.__struct_fields__)
-        return super().__call__(**fields)
+        spec = super().__call__(**fields)
+        spec.__dict__[GIVEN] = frozenset(fields)
+        return spec
 
 
 class Spec(
-    msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
+    msgspec.Struct,
+    metaclass=_NamedFields,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field=JOB,
+    dict=True,  # for the names of the fields that were given, which are no part of the value
 ):
     """The description of a job, the base class of ``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``,
     ``MeasurementSpec``, ``TrialsSpec`` and ``ReportSpec``.
@@ -52,8 +62,8 @@ class Spec(
     >>> from helmscope.jobs import SimulationSpec
     >>> SimulationSpec(beta=1, times=[0, 5]) == SimulationSpec(beta=1.0, times=(0.0, 5.0))
     True
-    >>> SimulationSpec(beta=1)  # shows what differs from the defaults
-    SimulationSpec(beta=1.0)
+    >>> SimulationSpec(beta=4, nu=0.1)  # shows what was given or differs from the defaults
+    SimulationSpec(beta=4.0, nu=0.1, step=0.02)
     >>> SimulationSpec(beta=-1)
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: beta is -1, but it must be a finite number >= 0
@@ -65,6 +75,7 @@ class Spec(
     version: int = VERSION
 
     checks: ClassVar[Mapping[str, Check]] = {}
+    main_fields: ClassVar[tuple[str, ...]] = ()  # what is computed, and of how much: a notebook always shows them
     samples_cost: ClassVar[bool] = False  # whether ``run`` estimates the cost from a sample, which takes seconds
     verb: ClassVar[tuple[str, ...]] = ()  # on the command line; its first word also starts the names of run folders
 
@@ -78,9 +89,38 @@ class Spec(
         self._complete()
 
     def __repr__(self) -> str:
-        default = type(self)()
-        changes = {name: value for name, value in self.fields.items() if value != getattr(default, name)}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changes.items())})"
+        fields, given = self.fields, self._given
+        shown = (f"{name}={value!r}" for name, value in fields.items() if name in given)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self.rows)
+
+    @property
+    def rows(self) -> list[tuple[str, object]]:
+        """The main fields and all that were given or differ from the defaults, with their values, for a table.
+
+        >>> from helmscope.jobs import TrialsSpec
+        >>> TrialsSpec(claims=["rate"], seed=7).rows
+        [('claims', 'rate'), ('models', 'default'), ('quick', False), ('seed', 7)]
+        """
+        names = dict.fromkeys((*self.main_fields, *(name for name in self.fields if name in self._given)))
+        return [(name, self._cell(name)) for name in names]
+
+    def _cell(self, name: str) -> object:
+        value = getattr(self, name)
+        return shortened(", ".join(map(str, value)) or "default", LONGEST_LINE) if isinstance(value, tuple) else value
+
+    @property
+    def _given(self) -> set[str]:
+        """The fields that were given or differ from the defaults; of a spec with every field given, such as one from a
+        file that ``write_spec`` wrote, the main fields and those that differ.
+        """
+        default, fields = type(self)(), self.fields
+        given = self.__dict__.get(GIVEN, frozenset())  # a copy has none
+        if all(name in given for name in fields if getattr(default, name) is not None):
+            given = frozenset(name for name in self.main_fields if fields[name] is not None)
+        return {name for name, value in fields.items() if name in given or value != getattr(default, name)}
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -243,7 +283,9 @@ def check_spec(spec: object) -> None:
     helmscope.types.HelmscopeError: spec is {'job': 'phase'}, but it must be a spec of hs.jobs, ...
     """
     if not isinstance(spec, Spec) or type(spec) is Spec:
-        raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of hs.jobs, such as PhaseSpec()")
+        is_file = isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml"))
+        read = f": read a file with hs.jobs.read_spec({str(spec)!r})" if is_file else ""
+        raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of hs.jobs, such as PhaseSpec(){read}")
 
 
 def _spec_classes() -> list[type[Spec]]:

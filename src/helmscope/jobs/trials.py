@@ -52,6 +52,7 @@ class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     held_out: bool = False
     seed: int = 0
 
+    main_fields: ClassVar[tuple[str, ...]] = ("claims", "models", "quick", "seed")
     verb: ClassVar[tuple[str, ...]] = ("claims", "test")
     checks: ClassVar[Mapping[str, Check]] = {
         "claims": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
@@ -216,6 +217,7 @@ class TrialsJob(Job):
     subjects: TrialSubjects
 
     prints_cost: ClassVar[bool] = True
+    weights_units: ClassVar[bool] = True
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -268,6 +270,7 @@ class TrialsJob(Job):
                 engine=work.engine,
                 heading="trying claims" if work.show_progress else None,
                 allow_mixed=work.allow_mixed,
+                costs=work.costs,
             )
         except TrialsFailed as error:
             return error.trials, error

@@ -126,6 +126,8 @@ def layer_number(anatomy: Anatomy, name: object) -> object:
     if len(layers) > 1:
         raise HelmscopeError(f"layer is '{name}', but that block is called {len(layers)} times: pass its number")
     if not layers:
-        hint = f": a number is written {int(name)} or 'L{int(name)}'" if re.fullmatch("[0-9]{1,9}", name) else ""
+        number, last = int(name) if re.fullmatch("[0-9]{1,9}", name) else None, len(blocks) - 1
+        hint = f", or by number 0 to {last} or 'L0' to 'L{last}'"
+        hint = hint if number is None else f": a number is written {number} or 'L{number}'"
         raise HelmscopeError(f"layer is {short_repr(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'{hint}")
     return layers[0]

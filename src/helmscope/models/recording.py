@@ -199,7 +199,7 @@ class Recording(HasTrajectory, Plottable):
         self.runner.forward(keep, gradients=True)
         return torch.cat(keep.states)
 
-    def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
+    def kernel(self, layer: int | str) -> Float[Tensor, "batch heads n n"]:
         """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model. The rows of
         padding are 0, so that functions of rows, such as ``hs.kernel.row_entropy``, are NaN there.
 
@@ -211,7 +211,7 @@ class Recording(HasTrajectory, Plottable):
         self.certificate.require("kernel")
         return attention_weights(self, self.layer(layer))
 
-    def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
+    def cross_kernel(self, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
         the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model. The rows
         of padding are 0.
@@ -231,7 +231,7 @@ class Recording(HasTrajectory, Plottable):
         self.certificate.require("cross_kernel")
         return attention_weights(self, self.layer(layer), cross=True)
 
-    def force(self, *, layer: int | str) -> Any:
+    def force(self, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
         multiplier. A norm after the MLP (sandwich) is not included.
 
@@ -248,7 +248,7 @@ class Recording(HasTrajectory, Plottable):
         assert force is not None  # else `require` would have raised
         return force.folded()
 
-    def force_points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
+    def force_points(self, layer: int | str) -> Float[Tensor, "batch n d"]:
         """The points at which ``force`` of the same layer equals the output of the MLP: normalized(z) / sqrt(d), where
         z is the input of its norm.
 

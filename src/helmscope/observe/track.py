@@ -45,7 +45,10 @@ SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # 
 
 @shows_progress("tracking")
 def track(
-    system: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
+    system: Trajectory | System,
+    *unnamed: object,
+    progress: ProgressOption = None,
+    **quantities: Callable[..., Tensor],
 ) -> xr.Dataset:
     """Evaluates functions of tokens along a trajectory: a Measurement over (time, system), or (depth, prompt).
 
@@ -63,9 +66,11 @@ def track(
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
     path, report, values = trajectory_of(system), check_progress(progress), {}
-    if not quantities:
+    if unnamed or not quantities:
+        first = [getattr(each, "__name__", short_repr(each)) for each in unnamed[:1]]
+        given = f"is given {first[0]} without a name" if first else "is empty"
         raise HelmscopeError(
-            "quantities is empty, but track needs at least one function of tokens by its name, such as "
+            f"quantities {given}, but track needs at least one function of tokens by its name, such as "
             "order=hs.order_parameter"
         )
     for name, function in quantities.items():

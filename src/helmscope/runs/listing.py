@@ -57,8 +57,8 @@ class RunSummary(ConciseRepr):
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
-    """The run folders in ``root``, oldest first. Folders without a manifest are skipped; a run whose files cannot be
-    read or contradict each other is listed as damaged, with the reason.
+    """The run folders in ``root``, or ``root`` itself if it is one, oldest first. Folders without a manifest are
+    skipped; a run whose files cannot be read or contradict each other is listed as damaged, with the reason.
 
     A run with units is complete when every unit has a result; a run without units, when it has any result. A run is
     running while a process holds its lock.
@@ -70,7 +70,7 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
     """
     path = as_path("root", root)
     with explained(f"read {path}"):
-        folders = [entry for entry in path.iterdir() if (entry / MANIFEST).is_file()]
+        folders = [entry for entry in (path, *path.iterdir()) if (entry / MANIFEST).is_file()]
     return sorted(map(_summarize, folders), key=lambda run: (run.created, run.name))
 
 

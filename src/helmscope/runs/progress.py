@@ -5,19 +5,68 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from helmscope.store.printable import printable
 from helmscope.types import pluralized
 
+LITTLE = 0.05  # share of the cost below which the time that units took says less than their estimate
+
+
+class TimeLeft:
+    """The time left in a run, whose units count by their estimated seconds ``costs``, of all units still to be done,
+    or equally where there is no estimate (None, or one that is not positive).
+
+    Time left = elapsed time * cost left / cost finished, and until 5 % of the cost is finished at least the estimate of
+    what is left, with ``workers`` units at a time. While fewer than ``workers`` units are done, the running ones are
+    assumed to be about to finish too.
+
+    >>> left = TimeLeft({"slow": 90.0, "fast": 10.0})
+    >>> left.finish("fast")
+    >>> left.share, left.seconds(20.0)
+    (0.1, 180.0)
+    """
+
+    def __init__(self, costs: Mapping[str, float] | None = None, *, count: int | None = None, workers: int = 1) -> None:
+        self.costs = dict(costs or {})
+        if (count is not None and len(self.costs) != count) or not all(cost > 0 for cost in self.costs.values()):
+            self.costs = {}
+        self.workers, self.count = workers, len(self.costs) if count is None else count
+        self.total = sum(self.costs.values()) if self.costs else float(self.count)
+        self.finished, self.units = 0.0, 0
+
+    def finish(self, name: str = "") -> None:
+        """Count a unit as done."""
+        self.finished += self.costs.get(name, 0.0) if self.costs else 1.0
+        self.units += 1
+
+    @property
+    def share(self) -> float:
+        """The share of the cost that is done; 1 once every unit is."""
+        return 1.0 if self.units >= self.count else self.finished / self.total
+
+    def seconds(self, elapsed: float) -> float:
+        """The estimated time left, ``elapsed`` seconds after the start."""
+        if self.units >= self.count:
+            return 0.0
+        ahead = max(0.0, self.total - self.finished)
+        known = self.finished * max(1.0, min(self.workers, self.count) / max(self.units, 1))
+        left = elapsed * ahead / known if known > 0 else 0.0
+        if self.costs and self.finished < LITTLE * self.total:
+            left = max(left, ahead / max(1, min(self.workers, self.count - self.units)))
+        return left
+
 
 @contextmanager
-def unit_progress(heading: str, *, total: int, done: int, workers: int) -> Iterator[Callable[[], None]]:
+def unit_progress(
+    heading: str, *, total: int, done: int, workers: int, costs: Mapping[str, float] | None = None
+) -> Iterator[Callable[..., None]]:
     """Context manager: print how many units there are and how many are done, and yield a function to call after each
-    further unit. On a terminal it advances a bar; elsewhere it prints a line after the first unit and after each tenth
-    of the total, with an estimate of the time left.
+    further unit, with its name if ``costs`` has estimated seconds of the units still to be done. On a terminal it
+    advances a bar by their share of the cost; elsewhere it prints a line after the first unit and after each tenth of
+    the total, with an estimate of the time left.
 
     >>> from contextlib import redirect_stderr
     >>> with redirect_stderr(sys.stdout), unit_progress("sweep", total=4, done=2, workers=1) as tick:
@@ -28,43 +77,36 @@ def unit_progress(heading: str, *, total: int, done: int, workers: int) -> Itera
     sweep: 4 of 4 units, in 0 s
     """
     started, finished = time.monotonic(), done
+    ahead = TimeLeft(costs, count=total - done, workers=workers)
 
     def note() -> str:
         seconds = time.monotonic() - started
         if finished == total:
             return f"{finished} of {pluralized(total, 'unit')}, in {format_duration(seconds)}"
-        left = remaining(seconds, done=finished - done, left=total - finished, workers=workers)
-        return f"{finished} of {pluralized(total, 'unit')}, about {format_duration(left)} left"
+        left = format_duration(ahead.seconds(seconds))
+        return f"{finished} of {pluralized(total, 'unit')}, about {left} left"
 
     print_status(f"{heading}: {pluralized(total, 'unit')}, {done} already done")
     if is_terminal():
         with _progress_bar(heading, total, done) as draw:
 
-            def advance_bar() -> None:
+            def advance_bar(name: str = "") -> None:
                 nonlocal finished
                 finished += 1
-                draw(finished, note())
+                ahead.finish(name)
+                draw(done + (total - done) * ahead.share, note())
 
             yield advance_bar
         return
 
-    def advance_lines() -> None:
+    def advance_lines(name: str = "") -> None:
         nonlocal finished
         finished += 1
+        ahead.finish(name)
         if finished == done + 1 or finished * 10 // total > (finished - 1) * 10 // total:
             print_status(f"{heading}: {note()}")
 
     yield advance_lines
-
-
-def remaining(seconds: float, *, done: int, left: int, workers: int) -> float:
-    """Estimate the seconds until ``left`` more units are done, if ``done`` took ``seconds``, ``workers`` at a time.
-    While fewer than ``workers`` are done, the running ones are assumed to be about to finish too.
-
-    >>> remaining(10.0, done=1, left=7, workers=4), remaining(20.0, done=8, left=4, workers=4)
-    (17.5, 10.0)
-    """
-    return seconds * left / max(done, min(workers, done + left))
 
 
 def format_duration(seconds: float) -> str:

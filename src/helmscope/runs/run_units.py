@@ -16,7 +16,7 @@ from typing import Any
 from helmscope.runs.attempt import Engine, Failed, check_engine
 from helmscope.runs.bar import progress_reporting
 from helmscope.runs.plan import RESULTS, RunPlan, begin, cpu
-from helmscope.runs.progress import print_status, unit_progress
+from helmscope.runs.progress import TimeLeft, print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
@@ -95,6 +95,7 @@ def run_units(
     heading: str | None = None,
     fail_fast: bool = False,
     allow_mixed: bool = False,
+    costs: Mapping[str, float] | None = None,
 ) -> RunResult:
     """Run every unit that has no result in ``folder`` yet, and return the results of all.
 
@@ -109,9 +110,11 @@ def run_units(
     ``manifest`` describes the run; None keeps the manifest of the folder, or writes a new one with the command line of
     this process. ``engine`` is ``Serial()`` by default, or ``Processes(workers)`` or ``Ray(workers)``; results do not
     depend on it. ``heading`` prints and labels progress on standard error; without it, a terminal or notebook shows a
-    bar if the run takes more than two seconds. If units raise, the others still run and ``UnitsFailed`` is raised at
-    the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call retries those units. Ctrl-C,
-    SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains how to resume.
+    bar if the run takes more than two seconds. ``costs``, the estimated seconds of each unit by name, weights the units
+    in the share done and the time left; without it they count equally. If units raise, the others still run and
+    ``UnitsFailed`` is raised at the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call
+    retries those units. Ctrl-C, SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains
+    how to resume.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
@@ -137,7 +140,8 @@ def run_units(
         stamps = {unit.name: plan.stamp(unit.name) for unit in requested}
         done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, heading)}
         pending = [unit for unit in requested if unit.name not in done]
-        progress = _progress(heading, total=len(requested), done=len(done), workers=engine.workers)
+        ahead = {unit.name: costs[unit.name] for unit in pending if unit.name in costs} if costs else None
+        progress = _progress(heading, total=len(requested), done=len(done), workers=engine.workers, costs=ahead)
         with _explain_resuming(folder, heading), progress as tick, closing(engine.attempts(pending)) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
@@ -149,7 +153,7 @@ def run_units(
                     data = stamped(outcome.suffix, outcome.data, stamps[outcome.name])
                     write_bytes(results / f"{outcome.name}{outcome.suffix}", data)
                     done.add(outcome.name)
-                tick()
+                tick(outcome.name)
     result = RunResult(results, {name: stamp for name, stamp in stamps.items() if name in done}, failed)
     if failed:
         raise UnitsFailed(result)
@@ -206,20 +210,22 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
 
 
 @contextmanager
-def _progress(heading: str | None, *, total: int, done: int, workers: int) -> Iterator[Callable[[], None]]:
-    """Context manager: yields a function to call after each unit. What units call draws no bars."""
+def _progress(
+    heading: str | None, *, total: int, done: int, workers: int, costs: Mapping[str, float] | None
+) -> Iterator[Callable[[str], None]]:
+    """Context manager: yields a function to call with the name of each finished unit. What units call draws no bars."""
     if heading is not None:
-        with progress_reporting(False), unit_progress(heading, total=total, done=done, workers=workers) as tick:
+        amounts: dict[str, Any] = {"total": total, "done": done, "workers": workers, "costs": costs}
+        with progress_reporting(False), unit_progress(heading, **amounts) as tick:
             yield tick
         return
-    finished = 0
+    ahead = TimeLeft(costs, count=total - done, workers=workers)
     with progress_reporting(None, f"running {pluralized(total, 'unit')}") as report:
 
-        def advance() -> None:
-            nonlocal finished
-            finished += 1
+        def advance(name: str) -> None:
+            ahead.finish(name)
             if report is not None:
-                report(finished / (total - done))
+                report(ahead.share)
 
         yield advance
 

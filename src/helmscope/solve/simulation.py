@@ -207,7 +207,7 @@ class Simulation(HasTrajectory, Plottable):
         """
         return None if self.problem.weights is None else self.problem.weights > 0
 
-    def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
+    def kernel(self, layer: int) -> Float[Tensor, "batch *heads n n"]:
         """The attention kernel at the stored time number ``layer``.
 
         >>> import torch
@@ -235,7 +235,7 @@ class Simulation(HasTrajectory, Plottable):
         states = self.trajectory.states if self.raw_states is None else self.raw_states
         return states[self.problem.time_index(depth, "depth")]
 
-    def force(self, *, layer: int) -> Field | None:
+    def force(self, layer: int) -> Field | None:
         """The MLP as a force on unit vectors: that of a block, or the field itself if it is an MLP; otherwise None.
 
         It is the same at every time; ``layer`` is an argument because a recorded model has one MLP per layer.

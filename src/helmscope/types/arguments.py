@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
 from collections.abc import Iterable, Sequence
 
 from helmscope.types.errors import HelmscopeError
+from helmscope.types.similar import close_names, containing_names, similar_names
 
 FEW_NAMES = 16  # up to this many allowed names are listed, even if one is close
 NEAREST = 5  # of more names, this many are listed
+SIMILAR = 0.4  # share of equal letters from which a name is listed
 
 
 def check_real(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
@@ -98,11 +99,11 @@ def check_times(times: object) -> list[float]:
     return checked
 
 
-def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
+def check_name(kind: str, name: str, allowed: Iterable[str], *, listed_by: str = "") -> str:
     """``name`` if it is allowed; raises ``HelmscopeError`` otherwise.
 
     The error suggests the closest allowed name. It lists all allowed names if there are few, and otherwise, unless one
-    is close, up to five that are similar; if none is, it says only how many there are.
+    is close, up to five that are similar, and says how many there are, or which command ``listed_by`` prints them.
 
     >>> check_name("field", "sa", ["sa", "usa"])
     'sa'
@@ -114,15 +115,19 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     if name in names:
         return name
     few = len(names) <= FEW_NAMES
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if few else 0.6)
+    containing, close = containing_names(name, names), close_names(name, names)
+    if few or len(containing) == 1:
+        close = similar_names(name, names)
     listing = ", ".join(names)
     if close:
         hint = f": did you mean '{close[0]}'?{f' Allowed: {listing}' if few else ''}"
     elif few:
         hint = f"; allowed: {listing}"
     else:
-        similar = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.4)
-        hint = f"; similar: {', '.join(similar)}" if similar else f"; {len(names)} are allowed"
+        similar = similar_names(name, names, cutoff=SIMILAR, count=NEAREST)
+        hint = f"; similar: {', '.join(similar)}" if similar else ""
+        hint += f" ({listed_by} prints all {len(names)})" if listed_by else ""
+        hint = hint or f"; {len(names)} are allowed"
     raise HelmscopeError(f"unknown {kind} '{name}'{hint}")
 
 

@@ -5,7 +5,6 @@ by ``dir`` without the imports of the module itself.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from helmscope.types.errors import HelmscopeError
+from helmscope.types.similar import similar_names
 
 OTHER_WORDS = {"simulate": "hs.integrate"}  # what other libraries and our command line call a function
 
@@ -105,7 +105,8 @@ def _unknown(module: str, name: str, names: Iterable[str]) -> AttributeError:
         return AttributeError(f"{message}: it is {places[name]}")
     if name in OTHER_WORDS and not name.startswith("_"):
         return AttributeError(f"{message}: it is {OTHER_WORDS[name]}")
-    close = difflib.get_close_matches(name, sorted(own | set(places)), n=1)
+    contained = similar_names(name, own, cutoff=1.0)  # here, before anything elsewhere
+    close = contained or similar_names(name, own | set(places))
     if not close:
         return AttributeError(message)
     return AttributeError(f"{message}: did you mean '{close[0] if close[0] in own else places[close[0]]}'?")
