@@ -30,6 +30,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.head import head_on_directions
 from helmscope.models.recording import Recording, check_recording
 from helmscope.observe.kernel import check_kernel
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.scoring import Scoring, scoring_unsupported
 from helmscope.observe.track import token_mean, token_weights
 from helmscope.runs.bar import shows_progress
@@ -89,7 +90,7 @@ def direct_logit_attribution(recording: Recording, *, progress: ProgressOption =
     measured["bias_attribution"] = ("prompt", bias)
     measured["next_token_logit"] = ("prompt", state + bias)
     for name in NAMES:
-        measured[name].attrs["long_name"] = NAMES[name]
+        measured[name].attrs |= label_attributes(NAMES[name])
         if name in SIGNED:
             measured[f"{name}_null"] = 0.0
         else:

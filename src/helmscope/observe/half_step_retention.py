@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import AT_LEAST_0, check_system, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Instrument, Needs
@@ -61,7 +62,7 @@ class HalfStepRetention(Instrument):
         """The retentions of every layer and replicate."""
         measured = with_bounds(super().result(), dict.fromkeys(NAMES, AT_LEAST_0))
         for name in measured.data_vars:
-            measured[name].attrs["long_name"] = NAMES[str(name)]
+            measured[name].attrs |= label_attributes(NAMES[str(name)])
         return measured
 
 

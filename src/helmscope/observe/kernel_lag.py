@@ -31,6 +31,7 @@ from helmscope.intervene.token_bands import fourier_frequencies
 from helmscope.observe.bistochasticity import is_causal
 from helmscope.observe.kernel import check_kernel, normalized_rows, visible_tokens
 from helmscope.observe.kernel_spectrum import OPERATORS
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Instrument, Needs, check_real
@@ -109,8 +110,8 @@ class KernelLag(Instrument):
         """The values of every head (if there are several), layer and replicate."""
         measured = with_bounds(super().result(), BOUNDS)
         for name, long_name in NAMES.items():
-            measured[name].attrs["long_name"] = long_name
-            measured[f"{name}_null"].attrs["long_name"] = f"{long_name}, null"
+            measured[name].attrs |= label_attributes(long_name)
+            measured[f"{name}_null"].attrs |= label_attributes(f"{long_name}, null")
         measured.mean_lag.attrs["units"] = measured.mean_lag_null.attrs["units"] = "tokens"
         return measured.assign_coords(operator=list(OPERATORS)).assign_attrs(cutoff=self.cutoff)
 

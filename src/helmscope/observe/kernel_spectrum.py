@@ -22,6 +22,7 @@ import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.kernel import check_kernel, normalized_rows, visible_tokens
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.matrix_spectrum import MATRIX_NAMES, matrix_spectrum
 from helmscope.observe.track import AT_LEAST_0, check_system, with_bounds
 from helmscope.runs.bar import shows_progress
@@ -83,7 +84,7 @@ class KernelSpectrum(Instrument):
         """The spectra of every head (if there are several), layer and replicate."""
         measured = with_bounds(super().result(), dict.fromkeys(NAMES, AT_LEAST_0))
         for name, long_name in NAMES.items():
-            measured[name].attrs["long_name"] = long_name
+            measured[name].attrs |= label_attributes(long_name)
         return measured.assign_coords(operator=list(OPERATORS))
 
 

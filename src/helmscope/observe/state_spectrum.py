@@ -24,6 +24,7 @@ import torch
 
 from helmscope.models.recording import Recording
 from helmscope.observe.depth_steps import check_finite, sphere_text, token_weights_at, with_halves
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.matrix_spectrum import MATRIX_NAMES, matrix_spectrum
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import AT_LEAST_0, trajectory_of, with_bounds, with_replicates
@@ -74,7 +75,7 @@ def state_spectrum(
     measured = with_replicates(values, path, {"coordinates": list(COORDINATES), "token_mean": list(MEANS)})
     measured = with_bounds(measured, dict.fromkeys(NAMES, AT_LEAST_0))
     for name, long_name in NAMES.items():
-        measured[name].attrs["long_name"] = long_name
+        measured[name].attrs |= label_attributes(long_name)
     attributes = {"sphere": sphere_text(system), "include_first_token": int(include_first_token)}
     return with_halves(measured, system).assign_attrs(attributes)
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xarray as xr
 
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.operator_spectrum import LONG_NAMES, operator_spectrum
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_integer, check_progress, check_replicates, check_seed, short_repr
@@ -104,7 +105,9 @@ def synthetic_operators(
             found[name][i, j, :, k] = values.numpy()
         report(done / (shape[0] * shape[1] * count))
     axes = ("operator", "tokens", "applications", "seed")
-    data = {name: (axes, values, {"long_name": LONG_NAMES[name], "valid_min": 0.0}) for name, values in found.items()}
+    data = {
+        name: (axes, values, {**label_attributes(LONG_NAMES[name]), "valid_min": 0.0}) for name, values in found.items()
+    }
     coords = {
         "operator": [each.value for each in chosen],
         "tokens": sizes,

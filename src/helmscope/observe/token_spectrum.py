@@ -30,6 +30,7 @@ import xarray as xr
 
 from helmscope.observe.depth_steps import sphere_text, with_halves
 from helmscope.observe.kernel_lag import CUTOFF, TIE, check_cutoff, fourier_line, frequency_power
+from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids
 from helmscope.observe.state_spectrum import COORDINATES, clouds_along_depth
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
@@ -98,7 +99,7 @@ def token_spectrum(
     measured = xr.merge(parts, compat="override", join="override")
     measured = with_bounds(measured, dict.fromkeys(NAMES, SHARE))
     for name, long_name in NAMES.items():
-        measured[name].attrs["long_name"] = long_name
+        measured[name].attrs |= label_attributes(long_name)
     attributes = {"cutoff": cutoff, "sphere": sphere_text(system), "include_first_token": int(include_first_token)}
     return with_halves(measured, system).assign_attrs(attributes)
 

@@ -29,6 +29,7 @@ from helmscope.models.input_matrices import input_matrices
 from helmscope.models.output_matrix import output_matrices, output_unsupported
 from helmscope.models.recording import Recording, check_recording
 from helmscope.models.sites import Site
+from helmscope.observe.labels import label_attributes
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_replicates
 
@@ -135,7 +136,7 @@ def composition_unsupported(recording: object) -> str | None:
 
 
 def _attributes(name: str) -> dict[str, object]:
-    return {"long_name": NAMES[name], "valid_min": 0.0, "valid_max": 1.0}
+    return {**label_attributes(NAMES[name]), "valid_min": 0.0, "valid_max": 1.0}
 
 
 def _folded(recording: Recording, layer: int, weight: Float[Tensor, "heads r d"]) -> Float[Tensor, "heads r d"]:
