@@ -48,7 +48,7 @@ MEANS = {
 EXACT = {
     "attention_sinks": "functions of the attention weights of each row",
     "attention_temperature_damage": "one forward pass for each temperature",
-    "query_key_change_damage": "lengths and strengths of the edits are those of the texts themselves",
+    "query_key_edit_damage": "lengths and strengths of the edits are those of the texts themselves",
     "loss_gradient_cosine": "gradients of the prompt, and the mean over all permutations of its writes",
 }
 HEADER = """# Calibration of the measurements under edits

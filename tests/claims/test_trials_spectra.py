@@ -104,7 +104,7 @@ def test_a_fault_in_the_spectrum_refutes_the_closed_forms(fault: str, monkeypatc
                 .expand_as(found["nuclear_retention"])
                 / operator.shape[-1]
             }
-        return found | {"inverse_condition": found["inverse_condition"].roll(1, -1)}
+        return found | {"inverse_condition_number": found["inverse_condition_number"].roll(1, -1)}
 
     set_constants(monkeypatch, "spectral", sizes=[16, 64], retrieval_seeds_quick=16, largest_identity=64)
     monkeypatch.setattr(spectral, "operator_spectrum", wrong)
@@ -157,13 +157,13 @@ def test_a_tiny_model_is_tried_with_all_controls(claim: str, subject: Subject, m
 
 def test_a_fault_in_the_frequencies_fails_the_controls(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """With low frequencies taken for high ones an average is taken for a difference."""
-    right = low_pass.token_spectrum
+    right = low_pass.fourier_spectrum
 
     def turned(*args: Any, **options: Any) -> Any:
         found = right(*args, **options)
         return found.assign(high_frequency_share=1 - found.high_frequency_share)
 
-    monkeypatch.setattr(low_pass, "token_spectrum", turned)
+    monkeypatch.setattr(low_pass, "fourier_spectrum", turned)
     verdict = tried("low-pass", subject, monkeypatch)
     assert rulings(verdict)["white noise averaged"] is R
     assert rulings(verdict)["white noise differenced"] is S
@@ -171,13 +171,13 @@ def test_a_fault_in_the_frequencies_fails_the_controls(subject: Subject, monkeyp
 
 
 def test_a_fault_in_the_rank_fails_the_controls(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = mlp_reconditions.state_spectrum
+    right = mlp_reconditions.cloud_spectrum
 
     def inverse(*args: Any, **options: Any) -> Any:
         found = right(*args, **options)
         return found.assign(effective_rank=1 / found.effective_rank)
 
-    monkeypatch.setattr(mlp_reconditions, "state_spectrum", inverse)
+    monkeypatch.setattr(mlp_reconditions, "cloud_spectrum", inverse)
     verdict = tried("mlp-reconditions", subject, monkeypatch)
     assert {"planted whitening", "planted averaging"} <= failures(verdict)
     assert verdict.ruling is Ruling.INCONCLUSIVE
@@ -186,7 +186,7 @@ def test_a_fault_in_the_rank_fails_the_controls(subject: Subject, monkeypatch: p
 def test_the_deciding_cloud_alone_gives_the_same_changes(subject: Subject) -> None:
     recording = subject.recording
     alone = mlp_reconditions._rank_changes(recording)
-    among = mlp_reconditions._changes(mlp_reconditions.state_spectrum(recording, progress=False), "effective_rank")
+    among = mlp_reconditions._changes(mlp_reconditions.cloud_spectrum(recording, progress=False), "effective_rank")
     np.testing.assert_allclose(alone.mlp, among.mlp, rtol=0, atol=1e-12)
     np.testing.assert_allclose(alone.attention, among.attention, rtol=0, atol=1e-12)
 

@@ -18,14 +18,14 @@ from helmscope.models.record import record
 from helmscope.observe import (
     composition_score,
     direct_logit_attribution,
+    head_composition,
     head_write_models,
     head_write_r_squared,
     matrix_spectrum,
-    value_composition,
 )
 from helmscope.observe.direct_logit_attribution import attribution_unsupported
-from helmscope.observe.value_composition import composition_unsupported
-from helmscope.observe.weight_spectrum import normal_spectrum, weight_spectrum
+from helmscope.observe.head_composition import composition_unsupported
+from helmscope.observe.weight_spectrum import gaussian_matrix_spectrum, weight_spectrum
 from helmscope.stats import random_halves
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -157,7 +157,7 @@ def test_attributions_sum_to_the_logits() -> None:
     with torch.no_grad():
         logits = model(ids).logits
     relative = logits[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1) - logits[:, :-1].mean(-1)
-    np.testing.assert_allclose(parts, found.next_token_logit, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(parts, found.centered_next_token_logit, rtol=0, atol=1e-12)
     np.testing.assert_allclose(parts, relative.mean(-1), rtol=0, atol=1e-10)
 
 
@@ -192,9 +192,9 @@ def test_the_shares_of_the_norm_against_the_writes() -> None:
         writes = writes - writes.mean(-1, keepdims=True)
         squares = (writes**2).sum((-1, -2))
         share = squares / squares.sum(1, keepdims=True)
-        np.testing.assert_allclose(found.head_norm_share.isel(layer=layer), share, rtol=1e-6)
-    assert found.head_norm_share.sum("head").values == pytest.approx(np.ones((3, 2)))
-    assert (found.head_relative_size > 0).all()
+        np.testing.assert_allclose(found.head_squared_length_share.isel(layer=layer), share, rtol=1e-6)
+    assert found.head_squared_length_share.sum("head").values == pytest.approx(np.ones((3, 2)))
+    assert (found.head_relative_length > 0).all()
 
 
 def test_the_composition_score_against_dense_matrices() -> None:
@@ -217,7 +217,7 @@ def test_the_null_of_composition_is_that_of_normal_matrices() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_composition_of_a_model_against_its_matrices(family: str) -> None:
     model = tiny_model(family).double()
-    found = value_composition(record(model, inputs_of(family, batch=2, n=6)))
+    found = head_composition(record(model, inputs_of(family, batch=2, n=6)))
     dense = [matrices_of(model, layer) for layer in range(3)]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         for head, later in itertools.product(range(4), range(4)):
@@ -229,8 +229,8 @@ def test_composition_of_a_model_against_its_matrices(family: str) -> None:
                 assert float(measured) == pytest.approx(score, rel=1e-9)
     assert found.composition.isel(layer=1, later_layer=[0, 1]).isnull().all()
     mean = found.composition.isel(layer=1).sel(read="key").mean(("later_layer", "later_head"))
-    np.testing.assert_allclose(found.later_composition.isel(layer=1).sel(read="key"), mean)
-    assert found.later_composition.isel(layer=2).isnull().all()
+    np.testing.assert_allclose(found.composition_mean.isel(layer=1).sel(read="key"), mean)
+    assert found.composition_mean.isel(layer=2).isnull().all()
     assert float(found.composition_null) == pytest.approx((31 if family == "gpt2" else 32) ** -0.5)
 
 
@@ -272,8 +272,8 @@ def test_spectra_of_weights_against_the_modules(family: str) -> None:
             (s**2).sum() / s[0] ** 2, rel=1e-9
         )
         rank = 31 if family == "gpt2" else 32
-        log_condition = float(found.log_condition.sel(matrix="W_Q", layer=layer))
-        assert log_condition == pytest.approx(math.log(s[0] / s[rank - 1]), rel=1e-6)
+        log_condition_number = float(found.log_condition_number.sel(matrix="W_Q", layer=layer))
+        assert log_condition_number == pytest.approx(math.log(s[0] / s[rank - 1]), rel=1e-6)
         block = model.transformer.h[layer] if family == "gpt2" else model.model.layers[layer]
         written = block.attn.c_proj.weight.detach().T if family == "gpt2" else block.self_attn.o_proj.weight.detach()
         expected = float(matrix_spectrum(written)["effective_rank"])
@@ -285,11 +285,11 @@ def test_spectra_of_weights_against_the_modules(family: str) -> None:
 def test_the_nulls_of_weights_are_those_of_normal_matrices() -> None:
     rng = np.random.default_rng(0)
     s = linalg.svdvals(rng.standard_normal((1600, 400)))
-    stable, condition = normal_spectrum(1600, 400)
+    stable, condition = gaussian_matrix_spectrum(1600, 400)
     assert (s**2).sum() / s[0] ** 2 == pytest.approx(stable, rel=0.03)
     assert math.log(s[0] / s[-1]) == pytest.approx(condition, rel=0.03)
     square = [linalg.svdvals(rng.standard_normal((40, 40))) for _ in range(300)]
-    below = np.mean([math.log(each[0] / each[-1]) <= normal_spectrum(40, 40)[1] for each in square])
+    below = np.mean([math.log(each[0] / each[-1]) <= gaussian_matrix_spectrum(40, 40)[1] for each in square])
     assert below == pytest.approx(0.5, abs=0.1)
 
 
@@ -314,6 +314,6 @@ def test_bad_input_is_refused() -> None:
     scaled = record(tiny_model("cohere"), inputs_of("cohere", batch=4, n=5))
     assert "no linear map" in str(attribution_unsupported(scaled))
     with pytest.raises(HelmscopeError, match="query"):
-        value_composition(record(tiny_model("qwen3"), inputs_of("qwen3", batch=4, n=5)))
+        head_composition(record(tiny_model("qwen3"), inputs_of("qwen3", batch=4, n=5)))
     with pytest.raises(HelmscopeError, match="MixtureOfExperts"):
         weight_spectrum(record(tiny_model("mixtral"), inputs_of("mixtral", batch=4, n=5)))

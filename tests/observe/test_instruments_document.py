@@ -69,11 +69,11 @@ def test_the_blocks_on_dimension_run() -> None:
 def test_the_blocks_on_spectra_run() -> None:
     names = run_blocks("instruments_spectra.md")
     assert names["states"].effective_rank.shape == (25, 6, 2, 2)
-    assert names["quantiles"].log_condition.shape == (5, 6, 2)
+    assert names["quantiles"].log_condition_number.shape == (5, 6, 2)
     assert names["heads"].r_squared.shape == (12, 4, 6, 3)
     logits = names["logits"]
     parts = (logits.attention_attribution + logits.mlp_attribution).sum("layer") + logits.embedding_attribution
-    assert float(abs(parts + logits.bias_attribution - logits.next_token_logit).max()) < 1e-4
+    assert float(abs(parts + logits.bias_attribution - logits.centered_next_token_logit).max()) < 1e-4
     page = (DOCS / "instruments_spectra.md").read_text(encoding="utf8")
     measured = [names[each] for each in ("states", "along", "gradients", "heads", "logits", "composition", "weights")]
     for each in (*measured, *names["measured"].values()):
@@ -94,10 +94,11 @@ def test_table_2_of_the_source_is_what_the_constructions_give() -> None:
         shown = f"{interval.estimate:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
         assert f"| {operator} | 128 | 1 | {shown} | {limit:.4f} |" in page
     low, median, high = (
-        quantile_interval(found.log_condition.sel(operator="mixing").values, share) for share in (0.25, 0.5, 0.75)
+        quantile_interval(found.log_condition_number.sel(operator="mixing").values, share)
+        for share in (0.25, 0.5, 0.75)
     )
     middle = f"{median.estimate:.2f} [{median.low:.2f}, {median.high:.2f}]"
-    limits = [math.log(theory.softmax_condition_quantile(128, share)) for share in (0.25, 0.5, 0.75)]
+    limits = [math.log(theory.softmax_condition_number_quantile(128, share)) for share in (0.25, 0.5, 0.75)]
     cells = f"{low.estimate:.2f}, {middle}, {high.estimate:.2f} | {', '.join(f'{each:.2f}' for each in limits)} |"
     assert cells in page
 

@@ -203,7 +203,7 @@ def test_what_short_texts_and_few_prompts_do_not_have_is_known_before():
 def test_a_learned_sink_leaves_out_what_must_be_matched():
     recording = hs.record(tiny_model("gpt_oss"), inputs_of("gpt_oss", batch=6, n=16))
     reasons = sentences(recording)
-    assert "weights have a row whose sum differs from 1" in reasons["query_key_change_damage"]
+    assert "weights have a row whose sum differs from 1" in reasons["query_key_edit_damage"]
     noise = hs.measure(recording, only=["query_key_noise"], quick=True)["query_key_noise"]
     assert "matched" not in noise.kind.values
     assert "matched noise: weights have a row whose sum differs from 1" in noise.attrs["not_tried"]

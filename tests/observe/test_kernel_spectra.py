@@ -14,7 +14,7 @@ from helmscope.fields.attention import SA
 from helmscope.intervene import ReplaceKernel
 from helmscope.models.record import record
 from helmscope.observe import KernelLag, KernelSpectrum, head_quantiles, kernel_lag, kernel_spectrum
-from helmscope.observe.kernel_lag import mean_lag, toeplitz_share, white_noise_high_share
+from helmscope.observe.kernel_lag import mean_lag, toeplitz_share, white_noise_high_frequency_share
 from helmscope.solve.integrate import integrate
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
@@ -56,7 +56,7 @@ def test_spectra_and_lags_of_a_model_against_its_own_weights(family: str) -> Non
                     found = spectra.isel(at).isel(operator=number)
                     assert float(found.nuclear_retention) == pytest.approx(s.sum() / length, rel=1e-5)
                     assert float(found.stable_rank) == pytest.approx((s**2).sum() / s[0] ** 2, rel=1e-5)
-                    assert float(found.log_condition) == pytest.approx(math.log(s[0] / s[-1]), rel=1e-3)
+                    assert float(found.log_condition_number) == pytest.approx(math.log(s[0] / s[-1]), rel=1e-3)
                     own = sum(abs(i - j) * a[i, j] for i in range(length) for j in range(length)) / length
                     assert float(lags.mean_lag.isel(at)) == pytest.approx(own, rel=1e-5)
 
@@ -75,9 +75,9 @@ def test_averaging_and_the_identity() -> None:
     run = integrate(SA(beta=0.0), torch.eye(8, dtype=F64).expand(1, 8, 8), times=[0.0])
     found = kernel_spectrum(run).squeeze()
     assert found.nuclear_retention.values == pytest.approx([1 / 8, 1 + 1 / 8])
-    assert found.collapse_residual.values[0] == pytest.approx(0, abs=1e-12)
-    assert found.singular.values.tolist() == [1, 0]
-    assert found.log_condition.values[1] == pytest.approx(math.log(2))
+    assert found.collapse_residual_frobenius.values[0] == pytest.approx(0, abs=1e-12)
+    assert found.numerically_singular.values.tolist() == [1, 0]
+    assert found.log_condition_number.values[1] == pytest.approx(math.log(2))
     lag = kernel_lag(run).squeeze()
     assert (
         float(lag.mean_lag)
@@ -85,7 +85,7 @@ def test_averaging_and_the_identity() -> None:
         == pytest.approx(sum(abs(i - j) for i in range(8) for j in range(8)) / 64)
     )
     assert float(lag.toeplitz_share) == float(lag.toeplitz_share_null) == pytest.approx(1)
-    assert lag.white_noise_high_share.values[0] == pytest.approx(0, abs=1e-20)
+    assert lag.white_noise_high_frequency_share.values[0] == pytest.approx(0, abs=1e-20)
 
 
 def test_a_causal_average_has_the_spectrum_of_a_triangular_matrix() -> None:
@@ -150,7 +150,7 @@ def test_passed_white_noise_against_samples_and_an_exact_transform(n: int, cutof
     frequency = np.minimum(np.arange(n), n - np.arange(n)) * 2 / n
     power = (abs(transform) ** 2).sum(1)
     expected = power[frequency > cutoff + 1e-12].sum() / power.sum()
-    assert float(white_noise_high_share(operator, cutoff)) == pytest.approx(expected, rel=1e-12)
+    assert float(white_noise_high_frequency_share(operator, cutoff)) == pytest.approx(expected, rel=1e-12)
     noise = np.random.default_rng(0).standard_normal((n, 20_000))
     seen = (abs(transform @ noise) ** 2).sum(1)
     assert seen[frequency > cutoff + 1e-12].sum() / seen.sum() == pytest.approx(expected, abs=0.01)
@@ -169,7 +169,9 @@ def test_a_low_pass_and_a_high_pass_kernel() -> None:
         "difference": one - np.roll(one, 1, axis=0),
         "shift": np.roll(one, 3, axis=0),
     }
-    found = {name: float(white_noise_high_share(torch.from_numpy(kernel))) for name, kernel in kernels.items()}
+    found = {
+        name: float(white_noise_high_frequency_share(torch.from_numpy(kernel))) for name, kernel in kernels.items()
+    }
     for name, gain in gains.items():
         assert found[name] == pytest.approx(gain[high].sum() / gain.sum(), rel=1e-12)
     assert found["average of 4"] < 0.1 < 31 / 64 == found["shift"] < 0.8 < found["difference"]
@@ -177,11 +179,13 @@ def test_a_low_pass_and_a_high_pass_kernel() -> None:
 
 def test_quantiles_over_heads() -> None:
     measured = kernel_spectrum(record(tiny_model("gpt2").double(), inputs_of("gpt2", batch=3, n=9)))
-    found = head_quantiles(measured, shares=[0.25, 1.0])
-    values = measured.log_condition.transpose("prompt", "operator", "layer", "head").values.reshape(3, 2, 12)
-    np.testing.assert_array_equal(found.log_condition.sel(share=1.0).transpose("prompt", "operator"), values.max(-1))
+    found = head_quantiles(measured, levels=[0.25, 1.0])
+    values = measured.log_condition_number.transpose("prompt", "operator", "layer", "head").values.reshape(3, 2, 12)
     np.testing.assert_array_equal(
-        found.log_condition.sel(share=0.25).transpose("prompt", "operator"), np.sort(values, -1)[..., 2]
+        found.log_condition_number.sel(quantile=1.0).transpose("prompt", "operator"), values.max(-1)
+    )
+    np.testing.assert_array_equal(
+        found.log_condition_number.sel(quantile=0.25).transpose("prompt", "operator"), np.sort(values, -1)[..., 2]
     )
 
 
@@ -190,6 +194,6 @@ def test_bad_input_is_refused() -> None:
         KernelLag(cutoff=1.0)
     measured = kernel_spectrum(record(tiny_model("gpt2"), inputs_of("gpt2", batch=2, n=5)))
     with pytest.raises(HelmscopeError, match="numbers between 0 and 1"):
-        head_quantiles(measured, shares=[2.0])
+        head_quantiles(measured, levels=[2.0])
     with pytest.raises(HelmscopeError, match="quantiles are over layers and heads"):
         head_quantiles(measured.isel(layer=0, head=0))

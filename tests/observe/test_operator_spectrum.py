@@ -30,10 +30,10 @@ def by_hand(x: np.ndarray) -> dict[str, float]:
         "stable_rank": size / s[0] ** 2,
         "nuclear_rank": s.sum() / s[0],
         "nuclear_norm": s.sum(),
-        "log_condition": math.log(s[0] / s[-1]),
-        "singular": 0.0,
+        "log_condition_number": math.log(s[0] / s[-1]),
+        "numerically_singular": 0.0,
         "dirichlet_energy": sum(((x[i + 1] - x[i]) ** 2).sum() for i in range(len(x) - 1)) / size,
-        "collapse_residual": math.sqrt(sum(((row - mean) ** 2).sum() for row in x) / size),
+        "collapse_residual_frobenius": math.sqrt(sum(((row - mean) ** 2).sum() for row in x) / size),
     }
 
 
@@ -50,12 +50,12 @@ def test_a_matrix_against_loops() -> None:
 def test_closed_forms_of_matrices() -> None:
     same = matrix_spectrum(torch.ones(6, 4))
     assert float(same["stable_rank"]) == pytest.approx(1, abs=1e-12)
-    assert (float(same["dirichlet_energy"]), float(same["collapse_residual"])) == (0.0, 0.0)
-    assert float(same["singular"]) == 1
-    assert float(same["log_condition"]) == pytest.approx(-math.log(4 * 2**-52))
+    assert (float(same["dirichlet_energy"]), float(same["collapse_residual_frobenius"])) == (0.0, 0.0)
+    assert float(same["numerically_singular"]) == 1
+    assert float(same["log_condition_number"]) == pytest.approx(-math.log(4 * 2**-52))
     alternating = torch.tensor([[1.0], [-1.0]]).repeat(10, 1)
     assert float(matrix_spectrum(alternating)["dirichlet_energy"]) == pytest.approx(4 * 19 / 20)
-    assert float(matrix_spectrum(alternating)["collapse_residual"]) == pytest.approx(1)
+    assert float(matrix_spectrum(alternating)["collapse_residual_frobenius"]) == pytest.approx(1)
     ranks = matrix_spectrum(torch.eye(5))
     for name in ("effective_rank", "effective_rank_of_squares", "participation_ratio", "stable_rank", "nuclear_rank"):
         assert float(ranks[name]) == pytest.approx(5)
@@ -64,9 +64,11 @@ def test_closed_forms_of_matrices() -> None:
 def test_a_removed_mean_is_no_singular_direction() -> None:
     x = torch.randn(6, 9, dtype=F64, generator=torch.Generator().manual_seed(1))
     centered = x - x.mean(0)
-    assert float(matrix_spectrum(centered)["singular"]) == 1
+    assert float(matrix_spectrum(centered)["numerically_singular"]) == 1
     s = linalg.svdvals(centered.numpy())
-    assert float(matrix_spectrum(centered, rank=5)["log_condition"]) == pytest.approx(math.log(s[0] / s[4]), rel=1e-10)
+    assert float(matrix_spectrum(centered, rank=5)["log_condition_number"]) == pytest.approx(
+        math.log(s[0] / s[4]), rel=1e-10
+    )
     assert math.isnan(float(matrix_spectrum(torch.zeros(3, 2))["stable_rank"]))
 
 
@@ -83,26 +85,28 @@ def test_an_operator_against_powers(signal: bool) -> None:
             assert float(found["nuclear_retention"][i, k]) == pytest.approx(
                 s.sum() / linalg.svdvals(before).sum(), rel=1e-12
             )
-            assert float(found["log_condition"][i, k]) == pytest.approx(math.log(s[0] / s[-1]), rel=1e-9)
+            assert float(found["log_condition_number"][i, k]) == pytest.approx(math.log(s[0] / s[-1]), rel=1e-9)
             assert float(found["rank_share"][i, k]) == len(s) / 6
 
 
 def test_a_retention_of_1_is_no_isometry() -> None:
     found = operator_spectrum(torch.diag(torch.tensor([1.5, 0.5])))
     assert float(found["nuclear_retention"]) == pytest.approx(1)
-    assert float(found["inverse_condition"]) == pytest.approx(1 / 3)
+    assert float(found["inverse_condition_number"]) == pytest.approx(1 / 3)
     x = torch.randn(5, 3, dtype=F64, generator=torch.Generator().manual_seed(3))
     turned = operator_spectrum(SyntheticOperator.ROTATION.draw(5, seed=0), signal=x)
     assert float(turned["nuclear_retention"]) == pytest.approx(1, abs=1e-14)  # whatever the signal
-    assert float(turned["log_condition"]) == pytest.approx(float(matrix_spectrum(x)["log_condition"]), abs=1e-12)
+    assert float(turned["log_condition_number"]) == pytest.approx(
+        float(matrix_spectrum(x)["log_condition_number"]), abs=1e-12
+    )
 
 
 def test_averaging_singular() -> None:
     found = operator_spectrum(torch.full((4, 4), 0.25), applications=[1, 16])
     assert found["nuclear_retention"].tolist() == pytest.approx([0.25, 0.25])
     assert found["rank_share"].tolist() == [0.25, 0.25]
-    assert (found["singular"] == 1).all()
-    assert (found["inverse_condition"] == 0).all()
+    assert (found["numerically_singular"] == 1).all()
+    assert (found["inverse_condition_number"] == 0).all()
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +127,13 @@ def test_table_2_lands_on_the_closed_forms(measured: object) -> None:
     assert mixing == pytest.approx(expected, rel=0.05)
     for operator in ("transport: permutation", "transport: rotation"):
         assert float(abs(rho.sel(operator=operator) - 1).max()) < 1e-12
-        assert float(at.log_condition.sel(operator=operator).max()) < 1e-12
+        assert float(at.log_condition_number.sel(operator=operator).max()) < 1e-12
 
 
 def test_the_condition_of_mixing_has_quantiles(measured: object) -> None:
-    log_kappa = measured.log_condition.sel(operator="mixing", applications=1, tokens=256)  # type: ignore[attr-defined]
+    log_kappa = measured.log_condition_number.sel(operator="mixing", applications=1, tokens=256)  # type: ignore[attr-defined]
     interval = quantile_interval(log_kappa.values, 0.5)
-    assert interval.low < math.log(theory.softmax_condition_quantile(256, 0.5)) < interval.high
+    assert interval.low < math.log(theory.softmax_condition_number_quantile(256, 0.5)) < interval.high
 
 
 def test_operators_are_what_they_say() -> None:

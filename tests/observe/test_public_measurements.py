@@ -20,7 +20,7 @@ from support.model_families import inputs_of, tiny_model
 
 SYSTEMS = ("System", "Recording", "HasLogits")
 # what answers a question about a system, or takes it apart, at no cost
-FREE = {"head_matrices", "query_key_change", "unsupported_measurements"}
+FREE = {"head_matrices", "query_key_edits", "unsupported_measurements"}
 
 
 def public_functions() -> dict[str, FunctionType]:

@@ -13,7 +13,7 @@ from scipy import linalg
 from helmscope.intervene import fourier_basis, fourier_frequencies
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.record import record
-from helmscope.observe import half_step_retention, state_spectrum, token_spectrum
+from helmscope.observe import cloud_spectrum, fourier_spectrum, half_step_retention
 from helmscope.types import HelmscopeError, Trajectory
 from support.model_families import inputs_of, tiny_model
 
@@ -56,7 +56,7 @@ def residual_by_hand(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) ->
 def test_states_of_a_model_against_its_own_forward() -> None:
     model = tiny_model("gpt2").double()
     recording = record(model, PADDED)
-    measured, along = state_spectrum(recording), token_spectrum(recording, cutoff=0.4)
+    measured, along = cloud_spectrum(recording), fourier_spectrum(recording, cutoff=0.4)
     by_hand = residual_by_hand(model, PADDED)
     for depth, prompt in itertools.product(range(7), range(2)):
         y = by_hand[depth][prompt, 1 : 5 if prompt == 0 else 8]
@@ -70,7 +70,7 @@ def test_states_of_a_model_against_its_own_forward() -> None:
                 p = s[:rank] / s.sum()
                 assert float(at.effective_rank) == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-10)
                 assert float(at.nuclear_norm) == pytest.approx(s.sum(), rel=1e-10)
-                assert float(at.log_condition) == pytest.approx(math.log(s[0] / s[rank - 1]), rel=1e-8)
+                assert float(at.log_condition_number) == pytest.approx(math.log(s[0] / s[rank - 1]), rel=1e-8)
             basis, frequencies = (each.numpy() for each in (fourier_basis(len(y)), fourier_frequencies(len(y))))
             power = ((basis.T @ cloud) ** 2).sum(1)
             found = along.sel(coordinates=coordinates).isel(depth=depth, prompt=prompt)
@@ -79,7 +79,7 @@ def test_states_of_a_model_against_its_own_forward() -> None:
             )
             varying = power[frequencies > 0.4].sum() / power[1:].sum()
             assert float(found.high_frequency_share_of_variation) == pytest.approx(varying, rel=1e-9)
-            for band, share in zip(found.band.values, found.power_share.values, strict=True):
+            for band, share in zip(found.band.values, found.band_power_share.values, strict=True):
                 inside = (frequencies <= band + 1e-12) & (frequencies > band - 1 / 8 + 1e-12)
                 inside |= (frequencies == 0) & (band == 1 / 8)
                 assert share == pytest.approx(power[inside].sum() / power.sum(), abs=1e-12)
@@ -89,12 +89,12 @@ def test_states_of_a_model_against_its_own_forward() -> None:
                 if coordinates == "residual stream":
                     change = y - before
                     shift = np.linalg.norm(change.mean(0)) / np.sqrt((change**2).sum(1).mean())
-                    assert float(found.mean_shift) == pytest.approx(shift, rel=1e-9)
+                    assert float(found.mean_token_shift) == pytest.approx(shift, rel=1e-9)
 
 
 def test_states_of_an_encoder_are_measured_with_and_without_gain_and_bias() -> None:
     model, ids = tiny_model("bert").double(), inputs_of("bert", batch=2, n=9)
-    measured = state_spectrum(record(model, ids), include_first_token=True)
+    measured = cloud_spectrum(record(model, ids), include_first_token=True)
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states
     for layer in range(4):
@@ -118,9 +118,9 @@ def test_retention_between_depths_and_over_half_steps() -> None:
     kept = half_step_retention(recording)
     by_hand = residual_by_hand(model, {"input_ids": inputs_of("gpt2", batch=2, n=9)})
     norms = np.array([[linalg.svdvals(prompt).sum() for prompt in state] for state in by_hand])
-    np.testing.assert_allclose(kept.attention_retention, norms[1::2] / norms[:-1:2], rtol=1e-10)
-    np.testing.assert_allclose(kept.mlp_retention, norms[2::2] / norms[1::2], rtol=1e-10)
-    measured = state_spectrum(recording, include_first_token=True)
+    np.testing.assert_allclose(kept.attention_nuclear_retention, norms[1::2] / norms[:-1:2], rtol=1e-10)
+    np.testing.assert_allclose(kept.mlp_nuclear_retention, norms[2::2] / norms[1::2], rtol=1e-10)
+    measured = cloud_spectrum(recording, include_first_token=True)
     stream = measured.nuclear_norm.sel(coordinates="residual stream", token_mean="kept").values
     ratio = measured.nuclear_retention.sel(coordinates="residual stream", token_mean="kept").values
     np.testing.assert_allclose(ratio[1:], stream[1:] / stream[:-1])
@@ -132,34 +132,38 @@ def test_blocks_that_write_nothing_keep_everything(family: str) -> None:
     recording = record(tiny_model(family), inputs_of(family, batch=2, n=9))
     silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
     kept = half_step_retention(silent)
-    assert float(abs(kept.attention_retention - 1).max()) == float(abs(kept.mlp_retention - 1).max()) == 0.0
+    assert (
+        float(abs(kept.attention_nuclear_retention - 1).max())
+        == float(abs(kept.mlp_nuclear_retention - 1).max())
+        == 0.0
+    )
 
 
 def test_closed_forms_along_the_tokens() -> None:
     n = 12
     waves = np.stack([np.cos(2 * np.pi * 5 * np.arange(n) / n), np.sin(2 * np.pi * 5 * np.arange(n) / n)], 1)
-    found = token_spectrum(path_of(waves, waves + np.array([3.0, 0.0])), include_first_token=True, cutoff=0.5)
+    found = fourier_spectrum(path_of(waves, waves + np.array([3.0, 0.0])), include_first_token=True, cutoff=0.5)
     stream = found.isel(prompt=0).sel(coordinates="residual stream")
     assert stream.high_frequency_share.values == pytest.approx([1, 12 / (12 + 9 * 12)])
     assert stream.high_frequency_share_of_variation.values == pytest.approx([1, 1])
-    assert stream.mean_shift.values[1] == pytest.approx(1)  # all tokens move alike
-    assert stream.power_share.values[0] == pytest.approx([0, 0, 0, 0, 0, 0, 1, 0])  # 10/12 lies in (3/4, 7/8]
-    turned = token_spectrum(path_of(waves, -waves), include_first_token=True)
-    assert turned.mean_shift.values[1] == pytest.approx(0, abs=1e-15)
+    assert stream.mean_token_shift.values[1] == pytest.approx(1)  # all tokens move alike
+    assert stream.band_power_share.values[0] == pytest.approx([0, 0, 0, 0, 0, 0, 1, 0])  # 10/12 lies in (3/4, 7/8]
+    turned = fourier_spectrum(path_of(waves, -waves), include_first_token=True)
+    assert turned.mean_token_shift.values[1] == pytest.approx(0, abs=1e-15)
 
 
 def test_a_linear_trend_has_the_share_that_the_docstring_says() -> None:
     n = 512
     trend = np.stack([np.arange(n) + 1.0, np.zeros(n)], 1)
-    found = token_spectrum(path_of(trend), include_first_token=True).sel(coordinates="residual stream")
+    found = fourier_spectrum(path_of(trend), include_first_token=True).sel(coordinates="residual stream")
     assert found.high_frequency_share_of_variation.item() == pytest.approx(6 / (math.pi * n), rel=0.02)
 
 
 def test_nulls_are_means_over_all_orders() -> None:
     x = np.random.default_rng(0).standard_normal((5, 3))
-    path = token_spectrum(path_of(x), include_first_token=True, cutoff=0.5).sel(coordinates="residual stream")
+    path = fourier_spectrum(path_of(x), include_first_token=True, cutoff=0.5).sel(coordinates="residual stream")
     orders = [path_of(x[list(order)]) for order in itertools.permutations(range(5))]
-    found = [token_spectrum(each, include_first_token=True).sel(coordinates="residual stream") for each in orders]
+    found = [fourier_spectrum(each, include_first_token=True).sel(coordinates="residual stream") for each in orders]
     for name in ("high_frequency_share", "high_frequency_share_of_variation"):
         assert path[f"{name}_null"].item() == pytest.approx(np.mean([each[name].item() for each in found]), rel=1e-12)
 
@@ -168,19 +172,19 @@ def test_the_null_of_the_shift_is_that_of_random_signs() -> None:
     x, moves = np.random.default_rng(1).standard_normal((2, 4, 3))
     squares = []
     for signs in itertools.product((1, -1), repeat=4):
-        found = token_spectrum(path_of(x, x + moves * np.array(signs)[:, None]), include_first_token=True)
-        squares.append(float(found.mean_shift[1, 0, 1]) ** 2)
-    assert float(found.mean_shift_null[1, 0, 1]) == pytest.approx(math.sqrt(np.mean(squares)), rel=1e-12)
+        found = fourier_spectrum(path_of(x, x + moves * np.array(signs)[:, None]), include_first_token=True)
+        squares.append(float(found.mean_token_shift[1, 0, 1]) ** 2)
+    assert float(found.mean_token_shift_null[1, 0, 1]) == pytest.approx(math.sqrt(np.mean(squares)), rel=1e-12)
 
 
 def test_tokens_that_do_not_move_have_no_shift() -> None:
     x = np.random.default_rng(2).standard_normal((5, 3))
-    assert np.isnan(token_spectrum(path_of(x, x)).mean_shift.values[1]).all()
+    assert np.isnan(fourier_spectrum(path_of(x, x)).mean_token_shift.values[1]).all()
 
 
 def test_the_chunk_size_changes_nothing() -> None:
     model, inputs = tiny_model("gpt2").double(), inputs_of("gpt2", batch=5, n=12)
-    for function in (state_spectrum, token_spectrum, half_step_retention):
+    for function in (cloud_spectrum, fourier_spectrum, half_step_retention):
         whole, single = (function(record(model, inputs, batch_size=size)) for size in (5, 2))
         for name in whole.data_vars:
             np.testing.assert_allclose(single[name], whole[name], rtol=1e-9, atol=1e-9)
@@ -189,12 +193,12 @@ def test_the_chunk_size_changes_nothing() -> None:
 def test_bad_input_is_refused() -> None:
     x = np.random.default_rng(3).standard_normal((3, 2))
     with pytest.raises(HelmscopeError, match="prompt 0 has 2 tokens that count, but its spectrum needs at least 3"):
-        state_spectrum(path_of(x))
+        cloud_spectrum(path_of(x))
     with pytest.raises(HelmscopeError, match=r"3 tokens that count, and no frequency above the cutoff of 0\.8"):
-        token_spectrum(path_of(x), include_first_token=True, cutoff=0.8)
+        fourier_spectrum(path_of(x), include_first_token=True, cutoff=0.8)
     with pytest.raises(HelmscopeError, match="bands"):
-        token_spectrum(path_of(x), bands=0)
+        fourier_spectrum(path_of(x), bands=0)
     y = x.copy()
     y[2, 0] = np.nan
     with pytest.raises(HelmscopeError, match="hold NaN or infinite entries"):
-        state_spectrum(path_of(y), include_first_token=True)
+        cloud_spectrum(path_of(y), include_first_token=True)

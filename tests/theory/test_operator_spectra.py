@@ -25,14 +25,14 @@ def test_lazy_averaging(tokens: int, laziness: float, k: int) -> None:
     assert theory.lazy_averaging_retention(tokens, laziness, applications=k) == pytest.approx(
         s.sum() / tokens, abs=1e-13
     )
-    inverse = 1 / theory.lazy_averaging_condition(laziness, applications=k)
+    inverse = 1 / theory.lazy_averaging_condition_number(laziness, applications=k)
     assert tokens == 1 or inverse == pytest.approx(s[-1] / s[0], abs=1e-13)
     assert theory.averaging_retention(tokens) == pytest.approx(spectrum(average, k).sum() / tokens, abs=1e-13)
 
 
 def test_the_numbers_of_the_derivation() -> None:
     assert theory.lazy_averaging_retention(4, 0.5) == 0.625
-    assert theory.lazy_averaging_condition(0.5) == 2.0
+    assert theory.lazy_averaging_condition_number(0.5) == 2.0
     found = [round(theory.softmax_retention(tokens), 5) for tokens in (128, 512, 1024)]
     assert found == [0.09835, 0.04917, 0.03477]
     assert theory.softmax_retention(100) == pytest.approx(8 / (3 * math.pi) * math.sqrt((math.e - 1) / 100), rel=1e-14)
@@ -96,7 +96,7 @@ def test_the_condition_of_softmax_has_the_quantiles_of_its_law() -> None:
     for _ in range(300):
         weights = np.exp(rng.standard_normal((tokens, tokens)))
         s = np.linalg.svd(weights / weights.sum(1, keepdims=True), compute_uv=False)
-        below.append([s[0] / s[-1] <= theory.softmax_condition_quantile(tokens, q) for q in (0.25, 0.5, 0.9)])
+        below.append([s[0] / s[-1] <= theory.softmax_condition_number_quantile(tokens, q) for q in (0.25, 0.5, 0.9)])
     assert np.mean(below, 0) == pytest.approx([0.25, 0.5, 0.9], abs=0.1)
 
 
@@ -106,7 +106,7 @@ def test_the_condition_of_softmax_has_the_quantiles_of_its_law() -> None:
         (lambda: theory.lazy_averaging_retention(4, 1.5), "laziness is 1.5, but it must be between 0 and 1"),
         (lambda: theory.averaging_retention(0), "tokens"),
         (lambda: theory.softmax_retention(8, applications=0), "applications"),
-        (lambda: theory.softmax_condition_quantile(8, 1.0), "share is 1, but it must be above 0 and below 1"),
+        (lambda: theory.softmax_condition_number_quantile(8, 1.0), "level is 1, but it must be above 0 and below 1"),
         (lambda: theory.retrieval_retention(applications=65), "applications is 65, but it must be at most 64"),
     ],
 )

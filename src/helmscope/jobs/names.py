@@ -149,7 +149,7 @@ MEASUREMENTS = (
 INTERVENTIONS = (
     "query_key_noise",
     "query_key_noise_by_layer",
-    "query_key_change_damage",
+    "query_key_edit_damage",
     "query_key_metric",
     "holonomy_defect",
     "attention_sinks",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from helmscope.observe.bistochasticity import bistochasticity as bistochasticity
     from helmscope.observe.bistochasticity import causal_uniform_column_sums as causal_uniform_column_sums
     from helmscope.observe.cloud_projection import cloud_projection as cloud_projection
+    from helmscope.observe.cloud_spectrum import cloud_spectrum as cloud_spectrum
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from helmscope.observe.equilibria import Equilibria as Equilibria
     from helmscope.observe.equilibria import find_equilibria as find_equilibria
     from helmscope.observe.fourier_band_damage import fourier_band_damage as fourier_band_damage
+    from helmscope.observe.fourier_spectrum import fourier_spectrum as fourier_spectrum
     from helmscope.observe.free_energy import free_energy_along_depth as free_energy_along_depth
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import convergence_order as convergence_order
@@ -85,8 +87,6 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import richardson_limit as richardson_limit
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.generator_test import generator_test as generator_test
-    from helmscope.observe.gradient_norms import GradientVersion as GradientVersion
-    from helmscope.observe.gradient_norms import gradient_norms as gradient_norms
     from helmscope.observe.half_step_retention import HalfStepRetention as HalfStepRetention
     from helmscope.observe.half_step_retention import half_step_retention as half_step_retention
     from helmscope.observe.half_times import half_time as half_time
@@ -95,6 +95,8 @@ if TYPE_CHECKING:
     from helmscope.observe.head_ablation_damage import head_ablation_damage as head_ablation_damage
     from helmscope.observe.head_ablation_damage import head_interaction as head_interaction
     from helmscope.observe.head_ablation_damage import matched_pairs as matched_pairs
+    from helmscope.observe.head_composition import composition_score as composition_score
+    from helmscope.observe.head_composition import head_composition as head_composition
     from helmscope.observe.head_write_models import WriteModel as WriteModel
     from helmscope.observe.head_write_models import head_write_models as head_write_models
     from helmscope.observe.head_write_models import head_write_r_squared as head_write_r_squared
@@ -123,7 +125,7 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
     from helmscope.observe.kernel_lag import KernelLag as KernelLag
     from helmscope.observe.kernel_lag import kernel_lag as kernel_lag
-    from helmscope.observe.kernel_lag import white_noise_high_share as white_noise_high_share
+    from helmscope.observe.kernel_lag import white_noise_high_frequency_share as white_noise_high_frequency_share
     from helmscope.observe.kernel_spectrum import KernelSpectrum as KernelSpectrum
     from helmscope.observe.kernel_spectrum import head_quantiles as head_quantiles
     from helmscope.observe.kernel_spectrum import kernel_spectrum as kernel_spectrum
@@ -139,6 +141,8 @@ if TYPE_CHECKING:
     from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.loss_gradient_cosine import loss_gradient as loss_gradient
     from helmscope.observe.loss_gradient_cosine import loss_gradient_cosine as loss_gradient_cosine
+    from helmscope.observe.loss_gradient_norms import GradientVersion as GradientVersion
+    from helmscope.observe.loss_gradient_norms import loss_gradient_norms as loss_gradient_norms
     from helmscope.observe.matrix_spectrum import matrix_spectrum as matrix_spectrum
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.measure import measurement_names as measurement_names
@@ -183,10 +187,10 @@ if TYPE_CHECKING:
     from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.probes import ProbeBank as ProbeBank
     from helmscope.observe.quadratic_free_energy import QuadraticFreeEnergy as QuadraticFreeEnergy
-    from helmscope.observe.query_key_change_damage import ChangeStrength as ChangeStrength
-    from helmscope.observe.query_key_change_damage import QueryKeyChange as QueryKeyChange
-    from helmscope.observe.query_key_change_damage import query_key_change as query_key_change
-    from helmscope.observe.query_key_change_damage import query_key_change_damage as query_key_change_damage
+    from helmscope.observe.query_key_edit_damage import EditStrength as EditStrength
+    from helmscope.observe.query_key_edit_damage import QueryKeyEditKind as QueryKeyEditKind
+    from helmscope.observe.query_key_edit_damage import query_key_edit_damage as query_key_edit_damage
+    from helmscope.observe.query_key_edit_damage import query_key_edits as query_key_edits
     from helmscope.observe.query_key_metric import HeadMatrices as HeadMatrices
     from helmscope.observe.query_key_metric import head_matrices as head_matrices
     from helmscope.observe.query_key_metric import holonomy_defect as holonomy_defect
@@ -213,17 +217,13 @@ if TYPE_CHECKING:
     from helmscope.observe.sinks import sink_constancy as sink_constancy
     from helmscope.observe.sinks import sink_decomposition as sink_decomposition
     from helmscope.observe.standalone import StandaloneMeasurement as StandaloneMeasurement
-    from helmscope.observe.state_spectrum import state_spectrum as state_spectrum
     from helmscope.observe.synthetic_operators import SyntheticOperator as SyntheticOperator
     from helmscope.observe.synthetic_operators import synthetic_operators as synthetic_operators
     from helmscope.observe.token_decoding import token_decoding_accuracy as token_decoding_accuracy
     from helmscope.observe.token_dimension import position_dimension as position_dimension
     from helmscope.observe.token_dimension import token_dimension as token_dimension
-    from helmscope.observe.token_spectrum import token_spectrum as token_spectrum
     from helmscope.observe.track import track as track
     from helmscope.observe.transport_ratio import transport_ratio as transport_ratio
-    from helmscope.observe.value_composition import composition_score as composition_score
-    from helmscope.observe.value_composition import value_composition as value_composition
     from helmscope.observe.weight_spectrum import weight_spectrum as weight_spectrum
     from helmscope.types.dataset import Measurement as Measurement
     from helmscope.types.dataset import Measurements as Measurements

@@ -10,12 +10,12 @@ of the next token relative to the mean logit, which no softmax sees. The sum ove
 exactly the logit of the model minus its mean, with what c adds and up to the epsilon of the norm; the sum over heads is
 that of the attention write but for its bias.
 
-    head_norm_share     sum_t |w_h|^2 / sum_t sum_g |w_g|^2 over the heads g of a layer
-    head_relative_size  mean_t |w_h| / |x|, x the state that attention reads
+    head_squared_length_share     sum_t |w_h|^2 / sum_t sum_g |w_g|^2 over the heads g of a layer
+    head_relative_length  mean_t |w_h| / |x|, x the state that attention reads
 
 How to read it. The direct path alone: what a write does through later blocks is not in it, and a head that later heads
 read may have an attribution of 0. How it fails. Scales are those of the whole model: an attribution is no damage of an
-ablation. Post-norm models, whose states are rescaled at every depth, and heads that scale or cap logits are refused.
+ablation. Post-norm models, whose states are rescaled at every depth, and unembeddings that scale or cap logits are refused.
 Cost: one replay and two rows of the head for each token.
 """
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
-    "head_attribution": "addition of a head to the logit of the next token",
-    "attention_attribution": "addition of attention to the logit of the next token",
-    "mlp_attribution": "addition of the MLP to the logit of the next token",
-    "embedding_attribution": "addition of the embedding to the logit of the next token",
-    "bias_attribution": "addition of the biases of head and norm to the logit of the next token",
-    "next_token_logit": "logit of the next token minus the mean logit",
-    "head_norm_share": "share of a head in the squared norm of the writes of its layer's heads",
-    "head_relative_size": "length of a head's write over that of the state",
+    "head_attribution": "contribution of a head to the logit of the next token",
+    "attention_attribution": "contribution of attention to the logit of the next token",
+    "mlp_attribution": "contribution of the MLP to the logit of the next token",
+    "embedding_attribution": "contribution of the embedding to the logit of the next token",
+    "bias_attribution": "contribution of the biases of unembedding and final norm to the logit of the next token",
+    "centered_next_token_logit": "logit of the next token minus the mean logit",
+    "head_squared_length_share": "share of a head in the squared norm of the writes of its layer's heads",
+    "head_relative_length": "length of a head's write over that of the state",
 }
 SIGNED = tuple(NAMES)[:6]
 
@@ -59,8 +59,9 @@ SIGNED = tuple(NAMES)[:6]
 @shows_progress("direct logit attribution")
 def direct_logit_attribution(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """``head_attribution`` (layer, prompt, head), ``attention_attribution`` and ``mlp_attribution`` (layer, prompt),
-    ``embedding_attribution``, ``bias_attribution`` and ``next_token_logit`` (prompt), means over the scored tokens of a
-    prompt; and ``head_norm_share`` and ``head_relative_size`` (layer, prompt, head). Nulls of attributions are 0.
+    ``embedding_attribution``, ``bias_attribution`` and ``centered_next_token_logit`` (prompt), means over the scored
+    tokens of a prompt; and ``head_squared_length_share`` and ``head_relative_length`` (layer, prompt, head). Nulls of
+    attributions are 0.
 
     Raises HelmscopeError where ``next_token_loss`` does, for a model without a linear head after a norm, for post-norm
     models, and where attention weights, values or output matrices cannot be read.
@@ -69,7 +70,7 @@ def direct_logit_attribution(recording: Recording, *, progress: ProgressOption =
     >>> found = direct_logit_attribution(record("A", ["Once upon a time there was a cat", "The dog ran home"]))
     >>> writes = (found.attention_attribution + found.mlp_attribution).sum("layer")
     >>> parts = writes + found.embedding_attribution + found.bias_attribution
-    >>> bool((abs(parts - found.next_token_logit) < 1e-5).all())
+    >>> bool((abs(parts - found.centered_next_token_logit) < 1e-5).all())
     True
     """
     refused = attribution_unsupported(recording)
@@ -88,7 +89,7 @@ def direct_logit_attribution(recording: Recording, *, progress: ProgressOption =
     bias = token_mean(offsets, counted).cpu().numpy()
     measured["embedding_attribution"] = ("prompt", embedding)
     measured["bias_attribution"] = ("prompt", bias)
-    measured["next_token_logit"] = ("prompt", state + bias)
+    measured["centered_next_token_logit"] = ("prompt", state + bias)
     for name in NAMES:
         measured[name].attrs |= label_attributes(NAMES[name])
         if name in SIGNED:
@@ -170,8 +171,8 @@ class _Attribution(_Needed):
         whole = square.sum(1, keepdim=True)
         found = {
             "head_attribution": token_mean(read, counted.unsqueeze(1).expand(read.shape)),
-            "head_norm_share": square / torch.where(whole > 0, whole, torch.nan),
-            "head_relative_size": token_mean(length / torch.where(size > 0, size, 1.0), weights),
+            "head_squared_length_share": square / torch.where(whole > 0, whole, torch.nan),
+            "head_relative_length": token_mean(length / torch.where(size > 0, size, 1.0), weights),
         }
         self.keep(context, found, axes=("head",))
         self.keep(context, {"attention_attribution": self._write(context, tensors.write)})

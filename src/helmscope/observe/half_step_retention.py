@@ -5,7 +5,7 @@ the sum is left out, so that a half that writes nothing keeps 1 exactly, in ever
 [Additive transport], Section 9.3, there of idealized operators.
 
 How to read it. Above 1 the half adds to the singular values, below 1 it cancels. How it fails. Growing radii raise it,
-whatever the shape of the cloud: see the ranks of ``state_spectrum``. Cost: two singular value decompositions of T x d
+whatever the shape of the cloud: see the ranks of ``cloud_spectrum``. Cost: two singular value decompositions of T x d
 per half, layer and prompt.
 """
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 NAMES = {
-    "attention_retention": "nuclear norm of the tokens after attention over before",
-    "mlp_retention": "nuclear norm of the tokens after the MLP over before",
+    "attention_nuclear_retention": "nuclear norm of the tokens after attention over before",
+    "mlp_nuclear_retention": "nuclear norm of the tokens after the MLP over before",
 }
 
 
 class HalfStepRetention(Instrument):
-    """Instrument: ``attention_retention`` and ``mlp_retention`` of every layer, over (layer, prompt).
+    """Instrument: ``attention_nuclear_retention`` and ``mlp_nuclear_retention`` of every layer, over (layer, prompt).
 
     Tokens of weight 0 do not count. In a flow, whose writes are velocities, the half-step is one of length 1.
 
     >>> from helmscope import record
     >>> found = record("A", ["Once upon a time"]).replay(HalfStepRetention())["half_step_retention"]
-    >>> found.attention_retention.dims, bool((found.mlp_retention > 0).all())
+    >>> found.attention_nuclear_retention.dims, bool((found.mlp_nuclear_retention > 0).all())
     (('layer', 'prompt'), True)
     """
 
@@ -51,12 +51,12 @@ class HalfStepRetention(Instrument):
     def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the retention of an attention half."""
         assert tensors.write is not None
-        self.keep(context, {"attention_retention": _retention(context, tensors.state, tensors.write)})
+        self.keep(context, {"attention_nuclear_retention": _retention(context, tensors.state, tensors.write)})
 
     def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the retention of an MLP half."""
         assert tensors.write is not None
-        self.keep(context, {"mlp_retention": _retention(context, tensors.state, tensors.write)})
+        self.keep(context, {"mlp_nuclear_retention": _retention(context, tensors.state, tensors.write)})
 
     def result(self) -> xr.Dataset:
         """The retentions of every layer and replicate."""
@@ -71,7 +71,7 @@ def half_step_retention(system: System, *, progress: ProgressOption = None) -> x
     """The share of the nuclear norm that each half-step keeps, with replicates: ``HalfStepRetention`` by one replay.
 
     >>> from helmscope import record
-    >>> half_step_retention(record("A", ["Once upon a time"])).mlp_retention.shape
+    >>> half_step_retention(record("A", ["Once upon a time"])).mlp_nuclear_retention.shape
     (12, 1)
     """
     instrument = HalfStepRetention()
@@ -86,6 +86,6 @@ def _retention(
         seen = m > 0
         before, after = (torch.linalg.svdvals(each[seen]).sum() for each in (x, x + w))
         if not float(before) > 0:
-            raise HelmscopeError(f"layer {context.layer} reads states that are 0, of which no share can be kept")
+            raise HelmscopeError(f"layer {context.layer} reads states that are all 0, so that retention is undefined")
         found.append(after / before)
     return torch.stack(found)

@@ -10,8 +10,8 @@ With weights A_tj of query t and values V_j, the head writes W_O sum_j A_tj V_j.
     R^2  =  1 - sum |write - prediction|^2 / sum |write - mean write|^2,
 
 sums over tokens and held-out prompts, the mean over tokens and the prompts of the fit, lengths in the residual stream.
-The three readings are those of [Additive transport], Sections 2 and 9; the last is its "affine" equation of Section
-9.2, where the gate depends on the token: a head gates its constant kernel and a bias vector.
+The three interpretations are those of [Additive transport], Sections 2 and 9; the last is its "affine" equation of
+Section 9.2, where the gate depends on the token: a head gates its constant kernel and a bias vector.
 
 How to read it. R^2 = 1 is a head of that kind; all three can be low, since none of them reads the content of the tokens
 but by the top key and the gate, or all high, as for a head that attends to the token before. Transport with a gate that
@@ -60,7 +60,7 @@ R_SQUARED = "r_squared"
 
 
 class WriteModel(Enum):
-    """The models of ``head_write_models``; the values are the coordinates of its axis ``model_of_write``.
+    """The models of ``head_write_models``; the values are the coordinates of its axis ``write_model``.
 
     >>> [each.value for each in WriteModel]
     ['mixing', 'retrieval', 'transport']
@@ -119,7 +119,7 @@ def head_write_r_squared(
 
 @shows_progress("models of head writes")
 def head_write_models(recording: Recording, *, seed: int = 0, progress: ProgressOption = None) -> xr.Dataset:
-    """``r_squared`` along (layer, prompt, head, model_of_write), for the half of the prompts on which nothing was
+    """``r_squared`` along (layer, prompt, head, write_model), for the half of the prompts on which nothing was
     fitted; the halves are drawn with ``seed``. Its mean over prompts is the R^2 of the head, and its null is 0.
 
     Raises HelmscopeError for fewer than 4 prompts, prompts of different lengths, and models whose attention weights,
@@ -141,13 +141,13 @@ def head_write_models(recording: Recording, *, seed: int = 0, progress: Progress
     measured = replayed.result().isel(prompt=tested)
     errors = torch.from_numpy(measured.errors.transpose("prompt", "layer", "head", "error").values)
     shares = _shares(errors.flatten(1, 2)).reshape(*errors.shape[:-1], len(WriteModel))
-    axes = ("layer", "prompt", "head", "model_of_write")
+    axes = ("layer", "prompt", "head", "write_model")
     data = {
         R_SQUARED: (axes, shares.transpose(0, 1).numpy(), {"long_name": "held-out R^2 of a model of the head's write"}),
         f"{R_SQUARED}_null": 0.0,
     }
     coords = {name: each for name, each in measured.coords.items() if set(each.dims) <= {"layer", "prompt", "head"}}
-    found = xr.Dataset(data, {**coords, "model_of_write": [each.value for each in WriteModel]})
+    found = xr.Dataset(data, {**coords, "write_model": [each.value for each in WriteModel]})
     attributes = {"title": "models of what heads write", "fitted": len(fitted), "seed": seed}
     return check_replicates(found.assign_attrs({**attributes, "model": recording.origin.title}))
 

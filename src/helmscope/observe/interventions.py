@@ -27,7 +27,7 @@ from helmscope.observe.layer_ablation_damage import AblationKind, LayerPart, lay
 from helmscope.observe.loss import heads_to_ablate
 from helmscope.observe.loss_gradient_cosine import SCALES, loss_gradient_cosine
 from helmscope.observe.noise_ratio import query_key_noise_ratio, query_key_noise_summary
-from helmscope.observe.query_key_change_damage import ChangeStrength, query_key_change_damage
+from helmscope.observe.query_key_edit_damage import EditStrength, query_key_edit_damage
 from helmscope.observe.query_key_metric import (
     head_matrices,
     holonomy_defect,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 INTERVENTIONS = (
     "query_key_noise",
     "query_key_noise_by_layer",
-    "query_key_change_damage",
+    "query_key_edit_damage",
     "query_key_metric",
     "holonomy_defect",
     "attention_sinks",
@@ -91,7 +91,7 @@ def intervention_measurements() -> tuple[StandaloneMeasurement, ...]:
     return (
         StandaloneMeasurement("query_key_noise", _query_key_noise, _noise_forwards, _attention_unsupported),
         StandaloneMeasurement("query_key_noise_by_layer", _noise_by_layer, _layer_noise_forwards, _match_unsupported),
-        StandaloneMeasurement("query_key_change_damage", _query_key_change, (20, 12), _match_unsupported),
+        StandaloneMeasurement("query_key_edit_damage", _query_key_edits, (20, 12), _match_unsupported),
         StandaloneMeasurement("query_key_metric", _query_key_metric, (1, 1), _matrices_unsupported),
         StandaloneMeasurement("holonomy_defect", _holonomy_defect, _holonomy_forwards, _holonomy_unsupported),
         StandaloneMeasurement("attention_sinks", _attention_sinks, (1.4, 1.4), _sinks_unsupported),
@@ -142,9 +142,9 @@ def _noise_by_layer(system: System, *, quick: bool, seed: int, progress: Progres
     return _without(mean, _quick(quick, "other layers and more than one draw"))
 
 
-def _query_key_change(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
-    strengths = (ChangeStrength.MATCHED,) if quick else tuple(ChangeStrength)
-    damage = query_key_change_damage(_recording(system), strengths=strengths, progress=progress)
+def _query_key_edits(system: System, *, quick: bool, seed: int, progress: ProgressOption) -> xr.Dataset:
+    strengths = (EditStrength.MATCHED,) if quick else tuple(EditStrength)
+    damage = query_key_edit_damage(_recording(system), strengths=strengths, progress=progress)
     return _without(damage, _quick(quick, "the full changes, as printed"))
 
 

@@ -5,7 +5,7 @@ With normalized rows P_ij, queries i and keys j in the order of the tokens,
 
     mean_lag               mean over queries of sum_j P_ij |i - j|
     toeplitz_share         sum_d n_d mean(P_ij : i - j = d)^2 / sum_ij P_ij^2,  the diagonal d having n_d entries
-    white_noise_high_share sum_{f > c} |(F A)_f|^2 / sum_f |(F A)_f|^2
+    white_noise_high_frequency_share sum_{f > c} |(F A)_f|^2 / sum_f |(F A)_f|^2
 
 F is the orthonormal real Fourier basis along the queries (``intervene.fourier_basis``), f its frequencies, 1 the
 highest, and c the cutoff; for tokens that are white noise X, the last one is the expected share of the power of A X
@@ -48,15 +48,16 @@ CUTOFF = 0.5
 NAMES = {
     "mean_lag": "mean distance to the key",
     "toeplitz_share": "share of the squared kernel that depends on the lag alone",
-    "white_noise_high_share": "share above the cutoff of white noise that the operator has acted on",
+    "white_noise_high_frequency_share": "share of the power above the cutoff in white noise after the operator",
 }
-BOUNDS = {"mean_lag": AT_LEAST_0, "toeplitz_share": SHARE, "white_noise_high_share": SHARE}
+BOUNDS = {"mean_lag": AT_LEAST_0, "toeplitz_share": SHARE, "white_noise_high_frequency_share": SHARE}
 TIE = 1e-9  # by which a frequency may be above the cutoff and yet equal it
 
 
 class KernelLag(Instrument):
-    """Instrument: ``mean_lag``, ``toeplitz_share`` and ``white_noise_high_share`` with their nulls, in every layer (at
-    every time of a simulation), by head; the last one along ``operator``, "A" and "I + A".
+    """Instrument: ``mean_lag``, ``toeplitz_share`` and ``white_noise_high_frequency_share`` with their nulls, in every
+    layer (at every time of a simulation), by head; the last one along ``operator``, "kernel" (A) and "identity +
+    kernel" (I + A).
 
     Queries count by the weights of the trajectory in the mean lag; tokens that attention does not see are left out.
 
@@ -88,8 +89,8 @@ class KernelLag(Instrument):
             lag, equal = mean_lag(a)
             share, null = toeplitz_share(a)
             one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-            passed = white_noise_high_share(torch.stack([a, one + a], 1), self.cutoff)
-            flat = white_noise_high_share(one, self.cutoff).expand_as(passed)
+            passed = white_noise_high_frequency_share(torch.stack([a, one + a], 1), self.cutoff)
+            flat = white_noise_high_frequency_share(one, self.cutoff).expand_as(passed)
             m = m[seen].expand(lag.shape)
             rows.append(
                 {
@@ -97,8 +98,8 @@ class KernelLag(Instrument):
                     "mean_lag_null": token_mean(equal, m),
                     "toeplitz_share": share,
                     "toeplitz_share_null": null,
-                    "white_noise_high_share": passed,
-                    "white_noise_high_share_null": flat,
+                    "white_noise_high_frequency_share": passed,
+                    "white_noise_high_frequency_share_null": flat,
                 }
             )
         for name in rows[0]:
@@ -184,11 +185,15 @@ def toeplitz_share(kernel: Float[Tensor, "*batch n n"]) -> tuple[Float[Tensor, "
 
 
 @full_precision
-def white_noise_high_share(operator: Float[Tensor, "*batch n n"], cutoff: float = CUTOFF) -> Float[Tensor, "*batch"]:
+def white_noise_high_frequency_share(
+    operator: Float[Tensor, "*batch n n"], cutoff: float = CUTOFF
+) -> Float[Tensor, "*batch"]:
     """The share of |A|_F^2 above the cutoff in the frequency along the queries: that of A X for white noise X.
 
-    >>> white_noise_high_share(torch.eye(4)), white_noise_high_share(torch.ones(4, 4))  # frequencies 0, 1/2, 1/2, 1
-    (tensor(0.2500), tensor(0.))
+    Of the frequencies 0, 1/2, 1/2 and 1 of four tokens one is above the default cutoff:
+
+    >>> white_noise_high_frequency_share(torch.eye(4))
+    tensor(0.2500)
     """
     power = frequency_power(operator).sum(-1)
     high = fourier_line(operator.shape[-2], power.device) > check_cutoff(cutoff) + TIE

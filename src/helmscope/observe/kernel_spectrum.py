@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from helmscope.types import AttentionTensors, ReplayContext, System
     from helmscope.types.progress import ProgressOption
 
-OPERATORS = ("A", "I + A")
+OPERATORS = ("kernel", "identity + kernel")
 NAMES = {"nuclear_retention": "nuclear norm of the operator over that of the identity"} | {
     name: long_name for name, long_name in MATRIX_NAMES.items() if name != "nuclear_norm"
 }
@@ -45,8 +45,8 @@ class KernelSpectrum(Instrument):
     """Instrument: the spectra of the kernels A and I + A in every layer (at every time of a simulation), by head.
 
     The variables are those of ``matrix_spectrum`` for X = I, with ``nuclear_retention`` |A|_* / n for the nuclear norm;
-    the axis ``operator`` has "A" and "I + A". Rows are normalized; tokens that attention does not see are left out.
-    Raises HelmscopeError for a system without attention.
+    the axis ``operator`` has "kernel" (A) and "identity + kernel" (I + A). Rows are normalized; tokens that attention
+    does not see are left out. Raises HelmscopeError for a system without attention.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -93,29 +93,31 @@ def kernel_spectrum(system: System, *, progress: ProgressOption = None) -> xr.Da
     """The spectra of the kernels A and I + A, with replicates: ``KernelSpectrum`` by one replay.
 
     >>> from helmscope import record
-    >>> kernel_spectrum(record("A", ["Once upon a time there was a cat"])).log_condition.dims
+    >>> kernel_spectrum(record("A", ["Once upon a time there was a cat"])).log_condition_number.dims
     ('layer', 'prompt', 'head', 'operator')
     """
     instrument = KernelSpectrum()
     return check_system(system).replay(instrument, progress=progress)[instrument.name]
 
 
-def head_quantiles(measured: xr.Dataset, *, shares: Sequence[float] = QUANTILES) -> xr.Dataset:
-    """The quantiles ``shares`` over all layers and heads, for each replicate: the axes ``layer`` and ``head`` become
-    ``share``. Quantiles are values that occur, so that infinite ones do no harm.
+def head_quantiles(measurement: xr.Dataset, *, levels: Sequence[float] = QUANTILES) -> xr.Dataset:
+    """The quantiles at ``levels`` over all layers and heads, for each replicate: the axes ``layer`` and ``head`` become
+    ``quantile``. Quantiles are values that occur, so that infinite ones do no harm.
 
     >>> from helmscope import record
-    >>> found = head_quantiles(kernel_spectrum(record("A", ["Once upon a time there was a cat"])), shares=[0.5])
-    >>> found.log_condition.dims
-    ('share', 'prompt', 'operator')
+    >>> found = head_quantiles(kernel_spectrum(record("A", ["Once upon a time there was a cat"])), levels=[0.5])
+    >>> found.log_condition_number.dims
+    ('quantile', 'prompt', 'operator')
     """
-    wanted = [check_real("shares", share, at_least=0) for share in shares]
+    wanted = [check_real("levels", level, at_least=0) for level in levels]
     if not wanted or max(wanted) > 1:
-        raise HelmscopeError(f"shares is {list(shares)}, but it must hold numbers between 0 and 1")
-    over = [axis for axis in ("layer", "time", "head") if axis in measured.dims]
+        raise HelmscopeError(f"levels is {list(levels)}, but it must hold numbers between 0 and 1")
+    over = [axis for axis in ("layer", "time", "head") if axis in measurement.dims]
     if not over:
-        raise HelmscopeError(f"measured has the axes {list(measured.dims)}, but quantiles are over layers and heads")
-    kept = measured.drop_vars([name for name in measured.data_vars if str(name).endswith("_null")])
-    found = kept.quantile(wanted, dim=over, method="inverted_cdf", keep_attrs=True).rename(quantile="share")
-    axis = replicate_axis(measured)
-    return check_replicates(found.assign_coords(share=np.array(wanted)), axis)
+        raise HelmscopeError(
+            f"measurement has the axes {list(measurement.dims)}, but quantiles are over layers and heads"
+        )
+    kept = measurement.drop_vars([name for name in measurement.data_vars if str(name).endswith("_null")])
+    found = kept.quantile(wanted, dim=over, method="inverted_cdf", keep_attrs=True)
+    axis = replicate_axis(measurement)
+    return check_replicates(found.assign_coords(quantile=np.array(wanted)), axis)

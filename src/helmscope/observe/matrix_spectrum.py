@@ -10,12 +10,12 @@ rank has a name of its own:
     stable_rank                sum s^2 / s_1^2                            Rudelson & Vershynin 2007
     nuclear_rank               sum s / s_1
     dirichlet_energy           sum_i |x_{i+1} - x_i|^2 / sum_i |x_i|^2    of the path along the tokens, 0 to 4
-    collapse_residual          |X - 1 xbar^T|_F / |X|_F                   0 for a single point, 1 for mean 0
-    log_condition              log(s_1 / s_r), r the largest possible rank
+    collapse_residual_frobenius          |X - 1 xbar^T|_F / |X|_F                   0 for a single point, 1 for mean 0
+    log_condition_number              log(s_1 / s_r), r the largest possible rank
 
 The Dirichlet energy of the complete graph on the tokens is T times the square of the numerator of the collapse
 residual, so that it says nothing more. How it fails. A condition number beyond rounding is not measured: see
-``condition_of``.
+``condition_number_of``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MATRIX_NAMES = {
     "stable_rank": "stable rank",
     "nuclear_rank": "nuclear rank",
     "nuclear_norm": "nuclear norm",
-    "log_condition": "log of the condition number, at most log of 1 / rounding",
-    "singular": "whether the smallest singular value is 0 up to rounding",
+    "log_condition_number": "log of the condition number, at most log of 1 / rounding",
+    "numerically_singular": "whether the smallest singular value is 0 up to rounding",
     "dirichlet_energy": "squared differences of neighboring tokens over squared lengths",
-    "collapse_residual": "distance to the mean token over the length, Frobenius norm",
+    "collapse_residual_frobenius": "distance to the mean token over the length, Frobenius norm",
 }
 
 
@@ -55,8 +55,9 @@ def matrix_spectrum(x: Float[Tensor, "*batch t c"], *, rank: int | None = None) 
     that are not finite, and for a rank out of range.
 
     >>> found = matrix_spectrum(torch.eye(3))
-    >>> {name: round(float(found[name]), 4) for name in ("stable_rank", "dirichlet_energy", "collapse_residual")}
-    {'stable_rank': 3.0, 'dirichlet_energy': 1.3333, 'collapse_residual': 0.8165}
+    >>> names = "stable_rank", "dirichlet_energy", "collapse_residual_frobenius"
+    >>> {name: round(float(found[name]), 4) for name in names}
+    {'stable_rank': 3.0, 'dirichlet_energy': 1.3333, 'collapse_residual_frobenius': 0.8165}
     """
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point() or not x.shape[-1] * x.shape[-2]:
         shown = tuple(x.shape) if isinstance(x, torch.Tensor) else type_with_article(x)
@@ -70,29 +71,29 @@ def matrix_spectrum(x: Float[Tensor, "*batch t c"], *, rank: int | None = None) 
         raise HelmscopeError(f"rank is {largest}, but a matrix of shape {tuple(x.shape[-2:])} has at most {most}")
     s = torch.linalg.svdvals(x)
     size, mean = x.square().sum((-1, -2)), x.mean(-2, keepdim=True)
-    found = ranks_of(s) | condition_of(s[..., :largest]) | {"nuclear_norm": s.sum(-1)}
+    found = ranks_of(s) | condition_number_of(s[..., :largest]) | {"nuclear_norm": s.sum(-1)}
     found["dirichlet_energy"] = x.diff(dim=-2).square().sum((-1, -2)) / size
-    found["collapse_residual"] = ((x - mean).square().sum((-1, -2)) / size).sqrt()
+    found["collapse_residual_frobenius"] = ((x - mean).square().sum((-1, -2)) / size).sqrt()
     return {name: found[name] for name in MATRIX_NAMES}
 
 
-def condition_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """``log_condition`` = log(s_1 / s_r), ``inverse_condition`` = s_r / s_1 and ``singular``, from singular values
-    in falling order.
+def condition_number_of(s: Float[Tensor, "*batch r"]) -> dict[str, Float[Tensor, "*batch"]]:
+    """``log_condition_number`` = log(s_1 / s_r), ``inverse_condition_number`` = s_r / s_1 and ``numerically_singular``,
+    from singular values in falling order.
 
-    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell: ``singular`` is
-    1, the inverse 0, and the logarithm that of 1 / (r eps), which the true one exceeds.
+    Where s_r is below r eps s_1 it is rounding, and the matrix is singular as far as one can tell:
+    ``numerically_singular`` is 1, the inverse 0, and the logarithm that of 1 / (r eps), which the true one exceeds.
 
-    >>> condition_of(torch.tensor([2.0, 1.0]).double())["inverse_condition"]
+    >>> condition_number_of(torch.tensor([2.0, 1.0]).double())["inverse_condition_number"]
     tensor(0.5000, dtype=torch.float64)
     """
     rounding = s.shape[-1] * torch.finfo(s.dtype).eps
     inverse = s[..., -1] / torch.where(s[..., 0] > 0, s[..., 0], 1.0)
     singular = inverse <= rounding
     return {
-        "log_condition": inverse.clamp(min=rounding).log().abs(),
-        "inverse_condition": torch.where(singular, 0.0, inverse),
-        "singular": singular.to(s),
+        "log_condition_number": inverse.clamp(min=rounding).log().abs(),
+        "inverse_condition_number": torch.where(singular, 0.0, inverse),
+        "numerically_singular": singular.to(s),
     }
 
 

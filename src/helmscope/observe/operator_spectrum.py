@@ -8,7 +8,7 @@ of A^k X, r = min(T, c). The source leaves X open, and rho depends on it: X = I 
 
 How to read it. A rho of 1 is no isometry: diag(1.5, 0.5) has it, with kappa = 3. Orthogonal maps have rho = 1 for any
 X. How it fails. The kappa of a random matrix has no mean: its logarithm has quantiles, over heads, prompts or seeds.
-Where s_r is below r eps s_1 it is rounding (``condition_of``). Cost: one singular value decomposition,
+Where s_r is below r eps s_1 it is rounding (``condition_number_of``). Cost: one singular value decomposition,
 O(T^2 c), for each k.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.observe.matrix_spectrum import condition_of
+from helmscope.observe.matrix_spectrum import condition_number_of
 from helmscope.types import HelmscopeError, check_integer, type_with_article
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LONG_NAMES = {
-    "nuclear_retention": "nuclear norm after over before",
-    "log_condition": "log of the condition number, at most log of 1 / rounding",
-    "inverse_condition": "smallest over largest singular value",
-    "singular": "whether the smallest singular value is 0 up to rounding",
+    "nuclear_retention": "nuclear norm of A^k X over that of X",
+    "log_condition_number": "log of the condition number, at most log of 1 / rounding",
+    "inverse_condition_number": "smallest over largest singular value",
+    "numerically_singular": "whether the smallest singular value is 0 up to rounding",
     "rank_share": "numerical rank over the number of tokens",
 }
 
@@ -43,14 +43,15 @@ def operator_spectrum(
     signal: Float[Tensor, "*batch t c"] | None = None,
     applications: Sequence[int] = (1,),
 ) -> dict[str, Float[Tensor, "*batch applications"]]:
-    """``nuclear_retention``, ``log_condition``, ``inverse_condition``, ``singular`` and ``rank_share`` of A^k X for
-    each k of ``applications``, in float64; X is the identity by default. Ranks count singular values above r eps s_1.
+    """``nuclear_retention``, ``log_condition_number``, ``inverse_condition_number``, ``numerically_singular`` and
+    ``rank_share`` of A^k X for each k of ``applications``, in float64; X is the identity by default. Ranks count
+    singular values above r eps s_1.
 
     Raises HelmscopeError for an operator that is not square, a signal of other tokens or of norm 0, and numbers that
     are not finite.
 
     >>> found = operator_spectrum(torch.diag(torch.tensor([1.5, 0.5])), applications=[1, 2])
-    >>> found["nuclear_retention"], found["log_condition"].exp()
+    >>> found["nuclear_retention"], found["log_condition_number"].exp()
     (tensor([1.0000, 1.2500], dtype=torch.float64), tensor([3.0000, 9.0000], dtype=torch.float64))
     """
     matrix = _checked(operator)
@@ -61,7 +62,7 @@ def operator_spectrum(
     x = torch.eye(tokens, dtype=torch.float64, device=matrix.device) if signal is None else _signal(signal, tokens)
     size = torch.linalg.svdvals(x).sum(-1)
     if not bool((size > 0).all()):
-        raise HelmscopeError("signal is 0, but the nuclear norm that is kept is a share of its own")
+        raise HelmscopeError("signal is 0, but retention divides by its nuclear norm")
     found, y, done = [], x, 0
     for k in sorted(set(steps)):
         for _ in range(k - done):
@@ -69,7 +70,7 @@ def operator_spectrum(
         done = k
         values = torch.linalg.svdvals(y)
         kept = {"nuclear_retention": values.sum(-1) / size, "rank_share": _rank(values) / tokens}
-        found.append(condition_of(values) | kept)
+        found.append(condition_number_of(values) | kept)
     places = [sorted(set(steps)).index(k) for k in steps]
     return {name: torch.stack([found[place][name] for place in places], -1) for name in LONG_NAMES}
 

@@ -71,8 +71,8 @@ NAMES = {
 class NoiseKind(Enum):
     """What noise of size sigma is added to.
 
-    - ``ACTIVATIONS``: queries, keys or values + sigma N, one reading of [Additive transport], table 1;
-    - ``WEIGHTS``: W_Q, W_K or W_V + sigma N, the other reading;
+    - ``ACTIVATIONS``: queries, keys or values + sigma N, one interpretation of [Additive transport], table 1;
+    - ``WEIGHTS``: W_Q, W_K or W_V + sigma N, the other interpretation;
     - ``RELATIVE``: activations, sigma times their root mean square in each layer and text;
     - ``RELATIVE_WEIGHTS``: weights, sigma times the root mean square of the matrix;
     - ``CENTERED``: as RELATIVE, but keys relative to the root mean square of the keys of each head minus their mean,

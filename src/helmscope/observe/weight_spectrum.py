@@ -6,7 +6,7 @@ heads write, and what the MLP reads and writes, its norm folded in too; of a gat
 
 Null. A matrix of m x n independent normal entries, to leading order in its size (Geman 1980; Silverstein 1985):
 
-    stable_rank = m n / (sqrt m + sqrt n)^2,    log_condition = log((sqrt m + sqrt n) / |sqrt m - sqrt n|),
+    stable_rank = m n / (sqrt m + sqrt n)^2,    log_condition_number = log((sqrt m + sqrt n) / |sqrt m - sqrt n|),
 
 which for m = n is infinite: there the median log(2 n / (sqrt(1 + 2 log 2) - 1)) (Edelman 1988).
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 READS = {"W_Q": Site.QUERY, "W_K": Site.KEY, "W_V": Site.VALUE}
-QUANTITIES = tuple(name for name in MATRIX_NAMES if name not in ("dirichlet_energy", "collapse_residual"))
+QUANTITIES = tuple(name for name in MATRIX_NAMES if name not in ("dirichlet_energy", "collapse_residual_frobenius"))
 
 
 @shows_progress("spectra of linear layers")
@@ -69,13 +69,13 @@ def weight_spectrum(recording: Recording, *, progress: ProgressOption = None) ->
         rows.append(row | _mlp(recording, number))
     names = list(rows[0])
     found = {name: np.full((len(rows), len(names)), np.nan) for name in QUANTITIES}
-    nulls = {name: np.full((len(rows), len(names)), np.nan) for name in ("stable_rank", "log_condition")}
+    nulls = {name: np.full((len(rows), len(names)), np.nan) for name in ("stable_rank", "log_condition_number")}
     for (k, row), (j, name) in ((a, b) for a in enumerate(rows) for b in enumerate(names)):
         matrix, rank = row[name]
         spectrum = matrix_spectrum(matrix.detach().double().cpu(), rank=rank)
         for quantity in QUANTITIES:
             found[quantity][k, j] = float(spectrum[quantity])
-        nulls["stable_rank"][k, j], nulls["log_condition"][k, j] = normal_spectrum(*matrix.shape)
+        nulls["stable_rank"][k, j], nulls["log_condition_number"][k, j] = gaussian_matrix_spectrum(*matrix.shape)
         report((k + (j + 1) / len(names)) / len(rows))
     axes = ("layer", "matrix")
     data = {name: (axes, values, {"long_name": MATRIX_NAMES[name], "valid_min": 0.0}) for name, values in found.items()}
@@ -86,11 +86,11 @@ def weight_spectrum(recording: Recording, *, progress: ProgressOption = None) ->
     return check_replicates(xr.Dataset(data, {"layer": range(len(rows)), "matrix": names}, attributes))
 
 
-def normal_spectrum(m: int, n: int) -> tuple[float, float]:
+def gaussian_matrix_spectrum(m: int, n: int) -> tuple[float, float]:
     """The stable rank and the log of the condition number of an m x n matrix of independent normal entries, to leading
     order; the second is a median for m = n.
 
-    >>> stable, condition = normal_spectrum(400, 100)
+    >>> stable, condition = gaussian_matrix_spectrum(400, 100)
     >>> round(stable, 3), round(condition, 3)
     (44.444, 1.099)
     """

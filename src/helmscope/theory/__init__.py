@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from helmscope.theory.metastable import metastable_time as metastable_time
     from helmscope.theory.metastable import metastable_time_asymptotic as metastable_time_asymptotic
     from helmscope.theory.operator_spectra import averaging_retention as averaging_retention
-    from helmscope.theory.operator_spectra import lazy_averaging_condition as lazy_averaging_condition
+    from helmscope.theory.operator_spectra import lazy_averaging_condition_number as lazy_averaging_condition_number
     from helmscope.theory.operator_spectra import lazy_averaging_retention as lazy_averaging_retention
     from helmscope.theory.operator_spectra import retrieval_rank_share as retrieval_rank_share
     from helmscope.theory.operator_spectra import retrieval_retention as retrieval_retention
-    from helmscope.theory.operator_spectra import softmax_condition_quantile as softmax_condition_quantile
+    from helmscope.theory.operator_spectra import softmax_condition_number_quantile as softmax_condition_number_quantile
     from helmscope.theory.operator_spectra import softmax_retention as softmax_retention
     from helmscope.theory.probability import initial_close_pair_probability as initial_close_pair_probability
     from helmscope.theory.probability import wendel_probability as wendel_probability

@@ -41,10 +41,10 @@ def lazy_averaging_retention(tokens: int, laziness: float, *, applications: int 
     return (1 + (tokens - 1) * kept) / tokens
 
 
-def lazy_averaging_condition(laziness: float, *, applications: int = 1) -> float:
+def lazy_averaging_condition_number(laziness: float, *, applications: int = 1) -> float:
     """Condition (1 - l)^-k of A = (1 - l) I + l 11^T / T for T > 1; infinite for l = 1.
 
-    >>> lazy_averaging_condition(0.5)
+    >>> lazy_averaging_condition_number(0.5)
     2.0
     """
     kept = _kept(laziness, applications)
@@ -80,7 +80,7 @@ def softmax_retention(tokens: int, *, applications: int = 1) -> float:
     return float(noise if k == 1 else noise + 1 / tokens if k == 2 else 1 / tokens)
 
 
-def softmax_condition_quantile(tokens: int, share: float) -> float:
+def softmax_condition_number_quantile(tokens: int, level: float) -> float:
     """The quantile ``share`` of the condition of A = softmax(G), to leading order in T:
 
         kappa = T^{3/2} / (sqrt(e - 1) xi),    P(xi <= x) = 1 - exp(-x - x^2 / 2),
@@ -89,13 +89,13 @@ def softmax_condition_quantile(tokens: int, share: float) -> float:
     noise (Edelman, Eigenvalues and condition numbers of random matrices, SIAM J. Matrix Anal. Appl. 9, 1988). The law
     has no mean: single values of kappa say nothing, its logarithm has quantiles.
 
-    >>> round(softmax_condition_quantile(128, 0.5))  # the median
+    >>> round(softmax_condition_number_quantile(128, 0.5))  # the median
     2028
     """
-    tokens, share = check_integer("tokens", tokens, at_least=1), check_real("share", share, above=0)
-    if share >= 1:
-        raise HelmscopeError(f"share is {share:g}, but it must be above 0 and below 1")
-    smallest = math.sqrt(1 - 2 * math.log(share)) - 1
+    tokens, level = check_integer("tokens", tokens, at_least=1), check_real("level", level, above=0)
+    if level >= 1:
+        raise HelmscopeError(f"level is {level:g}, but it must be above 0 and below 1")
+    smallest = math.sqrt(1 - 2 * math.log(level)) - 1
     return float(tokens**1.5 / (math.sqrt(math.e - 1) * smallest))
 
 

@@ -13,11 +13,11 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.query_key import GaugeTransform
-from helmscope.observe.query_key_change_damage import (
-    ChangeStrength,
-    QueryKeyChange,
-    query_key_change,
-    query_key_change_damage,
+from helmscope.observe.query_key_edit_damage import (
+    EditStrength,
+    QueryKeyEditKind,
+    query_key_edit_damage,
+    query_key_edits,
 )
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 NO_DAMAGE = "the change of the queries does no damage, so that there is no ratio"
 SILENT_PROMPTS = 2
-CHANGES = tuple(QueryKeyChange)
-NORMALIZED = (QueryKeyChange.NORMALIZED,)
+CHANGES = tuple(QueryKeyEditKind)
+NORMALIZED = (QueryKeyEditKind.NORMALIZED,)
 
 
 @experiment("key-norm", seconds={"model": 45})
@@ -42,7 +42,7 @@ def key_norm(case: TrialCase) -> Finding:
         return prompts
     few = case.subject.record(prompts.texts[:SILENT_PROMPTS])
     try:
-        query_key_change(few, QueryKeyChange.NORMALIZED, ChangeStrength.MATCHED)
+        query_key_edits(few, QueryKeyEditKind.NORMALIZED, EditStrength.MATCHED)
     except HelmscopeError as error:
         return Finding.impossible(str(error))
     recording = case.subject.record(prompts.texts)
@@ -72,13 +72,13 @@ def key_norm(case: TrialCase) -> Finding:
 def _ratios(
     case: TrialCase,
     recording: Recording,
-    strength: ChangeStrength = ChangeStrength.MATCHED,
-    changes: tuple[QueryKeyChange, ...] = CHANGES,
+    strength: EditStrength = EditStrength.MATCHED,
+    changes: tuple[QueryKeyEditKind, ...] = CHANGES,
 ) -> dict[str, np.ndarray]:
     """KL of the changed keys over that of the changed queries, by name and prompt; NaN where the latter is 0."""
     window = case.constant("kernel")
-    damage = query_key_change_damage(recording, changes=changes, strengths=[strength], window=window, progress=False)
-    return {change.value: damage.ratio.sel(change=change.value).isel(strength=0).values for change in changes}
+    damage = query_key_edit_damage(recording, kinds=changes, strengths=[strength], window=window, progress=False)
+    return {change.value: damage.ratio.sel(kind=change.value).isel(strength=0).values for change in changes}
 
 
 def _silent(case: TrialCase, recording: Recording) -> Evidence:
@@ -110,7 +110,7 @@ def _as_printed(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
     """The ratios of the full changes, with the lengths of queries and keys taken from 0."""
     if case.quick:
         return {}
-    ratios = _ratios(case, recording, ChangeStrength.AS_PRINTED)
+    ratios = _ratios(case, recording, EditStrength.AS_PRINTED)
     return {f"ratio, {name}, as printed": Replicates(ratio, "prompts", LogScale()) for name, ratio in ratios.items()}
 
 

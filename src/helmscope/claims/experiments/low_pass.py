@@ -16,8 +16,8 @@ from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.observe.fourier_spectrum import HIGH, OF_VARIATION, SHIFT, fourier_spectrum
 from helmscope.observe.kernel_lag import KernelLag
-from helmscope.observe.token_spectrum import HIGH, OF_VARIATION, SHIFT, token_spectrum
 from helmscope.types import Half, Trajectory
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def low_pass(case: TrialCase) -> Finding:
 
 
 def _measured(case: TrialCase, recording: Recording | Trajectory, *, include_first_token: bool = False) -> xr.Dataset:
-    return token_spectrum(
+    return fourier_spectrum(
         recording, cutoff=case.constant("cutoff"), include_first_token=include_first_token, progress=False
     )
 
@@ -112,7 +112,7 @@ def _filters(case: TrialCase, recording: Recording) -> dict[str, Evidence]:
         for suffix, of in (("", ""), ("_null", ", null")):
             label = f"{found[name].attrs['long_name']}{of}, mean over heads"
             rows[label] = Replicates(found[f"{name}{suffix}"].mean(over).values, "prompts")
-    passed = found.white_noise_high_share.mean(over)
+    passed = found.white_noise_high_frequency_share.mean(over)
     for operator in passed.operator.values:
         rows[f"share above the cutoff of white noise after {operator}, mean over heads"] = Replicates(
             passed.sel(operator=operator).values, "prompts"

@@ -16,9 +16,9 @@ from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.observe.cloud_spectrum import cloud_spectrum, clouds_along_depth
 from helmscope.observe.depth_steps import with_halves
 from helmscope.observe.matrix_spectrum import matrix_spectrum
-from helmscope.observe.state_spectrum import clouds_along_depth, state_spectrum
 from helmscope.observe.track import with_replicates
 from helmscope.types import Half, Trajectory
 
@@ -44,7 +44,7 @@ def mlp_reconditions(case: TrialCase) -> Finding:
     if isinstance(prompts, Finding):
         return prompts
     recording = case.subject.record(prompts.texts)
-    measured = state_spectrum(recording, progress=False)
+    measured = cloud_spectrum(recording, progress=False)
     own = _changes(measured, "effective_rank")
     if not own.in_halves:
         return Finding.impossible(NO_HALVES)
@@ -100,7 +100,9 @@ def _described(measured: xr.Dataset) -> dict[str, Evidence]:
     """The changes in other clouds and of other quantities, means over blocks."""
     clouds = [(SPHERE, "removed"), (STREAM, "kept"), (STREAM, "removed")]
     wanted = [("effective_rank", *cloud) for cloud in clouds]
-    wanted += [(name, SPHERE, "kept") for name in (*QUANTITIES[1:], "log_condition", "collapse_residual")]
+    wanted += [
+        (name, SPHERE, "kept") for name in (*QUANTITIES[1:], "log_condition_number", "collapse_residual_frobenius")
+    ]
     wanted += [("dirichlet_energy", SPHERE, "kept")]
     rows: dict[str, Evidence] = {}
     for name, coordinates, mean in wanted:
@@ -140,7 +142,7 @@ def _planted(case: TrialCase, recording: Recording, *, whitened: bool) -> Eviden
     moved = [whiten_by_half(x) if whitened else average_earlier(x, share) for x in clouds]
     states = torch.stack([torch.stack(clouds), torch.nn.functional.normalize(torch.stack(moved), dim=-1)])
     path = Trajectory(torch.arange(2.0), states, axis="depth", replicate="prompt")
-    found = state_spectrum(path, include_first_token=True, progress=False)
+    found = cloud_spectrum(path, include_first_token=True, progress=False)
     change = np.diff(np.log(_on(found, "effective_rank")), axis=0)
     return ReplicatesInEveryCase(list(change), "prompts", ["planted"])
 
@@ -177,7 +179,7 @@ def average_earlier(x: Tensor, share: float) -> Tensor:
 
 
 def _remark(measured: xr.Dataset, own: HalfStepChanges) -> str:
-    rank, condition = (_on(measured, name).mean(1) for name in ("effective_rank", "log_condition"))
+    rank, condition = (_on(measured, name).mean(1) for name in ("effective_rank", "log_condition_number"))
     attention, mlp = own.attention.mean(1), own.mlp.mean(1)
     return (
         f"The effective rank runs from {rank[0]:.3g} at the first depth to {rank[-1]:.3g} at the last, with a minimum "

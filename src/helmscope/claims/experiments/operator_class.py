@@ -51,7 +51,7 @@ def operator_class(case: TrialCase) -> Finding:
     above = {other: _above(measured, other) for other in (MIXING, RETRIEVAL)}
     if not above[MIXING][1]:
         return Finding.impossible(NO_VARIANCE)
-    by_model = measured[R_SQUARED].mean(("layer", "head")).transpose("prompt", "model_of_write")
+    by_model = measured[R_SQUARED].mean(("layer", "head")).transpose("prompt", "write_model")
     return Finding(
         undecided_because=prompts.alike,
         evidence={
@@ -68,8 +68,8 @@ def operator_class(case: TrialCase) -> Finding:
         described=_described(measured, by_model) | _twins(case, prompts),
         data=curve(
             "r_squared",
-            measured[R_SQUARED].mean("head").transpose("prompt", "layer", "model_of_write").values.clip(min=-1),
-            {"layer": measured.layer.values.tolist(), "model_of_write": [MIXING, RETRIEVAL, TRANSPORT]},
+            measured[R_SQUARED].mean("head").transpose("prompt", "layer", "write_model").values.clip(min=-1),
+            {"layer": measured.layer.values.tolist(), "write_model": [MIXING, RETRIEVAL, TRANSPORT]},
             label="held-out R^2 of a head's write, mean over heads, at least -1",
             over="prompt",
         ),
@@ -80,20 +80,20 @@ def operator_class(case: TrialCase) -> Finding:
 
 
 def _per_head(measured: xr.Dataset) -> xr.DataArray:
-    """The held-out R^2 of each head with writes that vary, over (heads, model_of_write)."""
-    flat = measured[R_SQUARED].mean("prompt").stack(heads=("layer", "head")).transpose("heads", "model_of_write")
-    return flat[flat.notnull().all("model_of_write")]
+    """The held-out R^2 of each head with writes that vary, over (heads, write_model)."""
+    flat = measured[R_SQUARED].mean("prompt").stack(heads=("layer", "head")).transpose("heads", "write_model")
+    return flat[flat.notnull().all("write_model")]
 
 
 def _above(measured: xr.Dataset, other: str = MIXING) -> tuple[int, int]:
     """How many heads transport predicts better than another model does, of how many."""
     heads = _per_head(measured)
-    better = heads.sel(model_of_write=TRANSPORT) > heads.sel(model_of_write=other)
+    better = heads.sel(write_model=TRANSPORT) > heads.sel(write_model=other)
     return int(better.sum()), len(heads)
 
 
 def _mean(by_model: xr.DataArray, model: str) -> Evidence:
-    return Replicates(by_model.sel(model_of_write=model).values, "prompts", REMAINDER)
+    return Replicates(by_model.sel(write_model=model).values, "prompts", REMAINDER)
 
 
 def _described(measured: xr.Dataset, by_model: xr.DataArray) -> dict[str, Evidence]:
@@ -102,14 +102,14 @@ def _described(measured: xr.Dataset, by_model: xr.DataArray) -> dict[str, Eviden
         f"R^2 of {name}, mean over heads": _mean(by_model, name) for name in (MIXING, RETRIEVAL, TRANSPORT)
     }
     values = measured[R_SQUARED].stack(heads=("layer", "head"))
-    difference = values.sel(model_of_write=TRANSPORT) - values.sel(model_of_write=MIXING)
+    difference = values.sel(write_model=TRANSPORT) - values.sel(write_model=MIXING)
     tried = [each for each in difference.transpose("heads", "prompt").values if np.isfinite(each).all()]
     for text, sign in (("transport above mixing", 1), ("mixing above transport", -1)):
         rulings = [PairedDifferences(sign * each, "prompts").weigh(ABOVE).ruling for each in tried]
         count = rulings.count(Ruling.SUPPORTED)
         rows[f"share of heads with {text} beyond its interval"] = Count(count, len(tried), "heads")
     heads = _per_head(measured)
-    best = heads.argmax("model_of_write").values
+    best = heads.argmax("write_model").values
     for number, name in enumerate((MIXING, RETRIEVAL, TRANSPORT)):
         rows[f"share of heads that {name} predicts best"] = Count(int((best == number).sum()), len(heads), "heads")
     return rows
@@ -169,7 +169,7 @@ def planted_heads(case: TrialCase, kind: str, shape: tuple[int, int, int, int]) 
 
 def _remark(measured: xr.Dataset) -> str:
     heads = _per_head(measured)
-    mixing, retrieval, transport = (heads.sel(model_of_write=name).values for name in (MIXING, RETRIEVAL, TRANSPORT))
+    mixing, retrieval, transport = (heads.sel(write_model=name).values for name in (MIXING, RETRIEVAL, TRANSPORT))
     gain = transport - mixing
     return (
         f"Over heads the median R^2 is {np.median(mixing):.3f} for mixing, {np.median(retrieval):.3f} for retrieval "

@@ -65,7 +65,7 @@ def scalar_diffusion(case: TrialCase) -> Finding:
             "nu = tr Sigma / d as printed": over_prompts(noise.total_nu_as_printed.mean("layer").values),
         },
         data=curve(
-            "effective_share",
+            "effective_dimension_share",
             by_prompt(found.effective_dimension_share),
             {"layer": found.layer.values.tolist()},
             label="effective share 1 / (anisotropy d_t) of the tangent directions",

@@ -15,10 +15,10 @@ from helmscope.claims.finding import Finding
 from helmscope.claims.prompts import ChosenPrompts, prompts_or_finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
-from helmscope.observe.gradient_norms import GradientVersion, gradient_norms
 from helmscope.observe.half_step_retention import NAMES as RETENTIONS
 from helmscope.observe.half_step_retention import HalfStepRetention, half_step_retention
-from helmscope.observe.kernel_spectrum import KernelSpectrum, head_quantiles, kernel_spectrum
+from helmscope.observe.kernel_spectrum import OPERATORS, KernelSpectrum, head_quantiles, kernel_spectrum
+from helmscope.observe.loss_gradient_norms import GradientVersion, loss_gradient_norms
 from helmscope.observe.operator_spectrum import operator_spectrum
 from helmscope.observe.synthetic_operators import SyntheticOperator, synthetic_operators
 from helmscope.observe.weight_spectrum import weight_spectrum
@@ -26,7 +26,7 @@ from helmscope.stats.quantiles import quantile_interval
 from helmscope.stats.scales import LogScale
 from helmscope.theory.operator_spectra import (
     averaging_retention,
-    lazy_averaging_condition,
+    lazy_averaging_condition_number,
     lazy_averaging_retention,
     retrieval_rank_share,
     retrieval_retention,
@@ -105,7 +105,7 @@ def _errors_of_closed_forms(case: TrialCase) -> np.ndarray:
             pairs = [
                 (
                     lazy_averaging_retention(tokens, lazy, applications=k),
-                    1 / lazy_averaging_condition(lazy, applications=k),
+                    1 / lazy_averaging_condition_number(lazy, applications=k),
                 )
                 for k in steps
             ]
@@ -116,14 +116,14 @@ def _errors_of_closed_forms(case: TrialCase) -> np.ndarray:
         closed = torch.tensor([pairs for _, pairs in expected.values()], dtype=torch.float64)
         rho, inverse = closed.unbind(-1)
         relative = (spectrum["nuclear_retention"] / rho - 1).abs()
-        errors.append(torch.maximum(relative, (spectrum["inverse_condition"] - inverse).abs()).flatten())
+        errors.append(torch.maximum(relative, (spectrum["inverse_condition_number"] - inverse).abs()).flatten())
     return np.asarray(torch.cat(errors).numpy())
 
 
 def _errors_of_isometry(operators: Tensor) -> np.ndarray:
     """The larger of |rho - 1| and |1/kappa - 1|."""
     spectrum = operator_spectrum(operators)
-    off = [(spectrum[name] - 1).abs() for name in ("nuclear_retention", "inverse_condition")]
+    off = [(spectrum[name] - 1).abs() for name in ("nuclear_retention", "inverse_condition_number")]
     return np.asarray(torch.maximum(*off).flatten().numpy())
 
 
@@ -139,7 +139,7 @@ def _averaging(count: int) -> Tensor:
 
 
 def _simulated_remark(case: TrialCase, mixing: xr.Dataset, powers: xr.Dataset) -> str:
-    median = quantile_interval(mixing.log_condition.values, 0.5)
+    median = quantile_interval(mixing.log_condition_number.values, 0.5)
     rho = powers.nuclear_retention.mean("seed").values
     return (
         f"Mixing has a rho of {float(mixing.nuclear_retention.mean()):.4f} at the largest T, with a median of log "
@@ -161,15 +161,17 @@ def _on_model(case: TrialCase) -> Finding:
     recording = case.subject.record(prompts.texts)
     instruments = KernelSpectrum(), HalfStepRetention()
     measured, kept = (recording.replay(*instruments)[each.name] for each in instruments)
-    quantiles = head_quantiles(measured, shares=case.constant("quantiles"))
+    quantiles = head_quantiles(measured, levels=case.constant("quantiles"))
     silent = half_step_retention(silenced(recording), progress=False)
     medians = {operator: _of_kernel(quantiles, operator, 0.5) for operator in quantiles.operator.values}
     described = _quantiles(case, quantiles) | _twins(case, prompts) | _gradients(case, prompts) | _weights(recording)
     for name, label in RETENTIONS.items():
         described[f"{label}, mean over layers"] = Replicates(kept[name].mean("layer").values, "prompts", LOG)
+    alone, joined = (medians[operator] for operator in OPERATORS)
+    singular = measured.numerically_singular
     return Finding(
         undecided_because=prompts.alike,
-        evidence={"attention of a model": Replicates(medians["A"]["nuclear_retention"], "prompts", LOG)},
+        evidence={"attention of a model": Replicates(alone["nuclear_retention"], "prompts", LOG)},
         controls={
             "blocks that write nothing": Replicates(
                 np.stack([silent[name].mean("layer").values for name in RETENTIONS]).mean(0), "prompts"
@@ -177,38 +179,40 @@ def _on_model(case: TrialCase) -> Finding:
         },
         described=described,
         data=curve(
-            "log_condition",
-            quantiles.log_condition.transpose("prompt", "share", "operator").values,
-            {"share": quantiles.share.values.tolist(), "operator": quantiles.operator.values.tolist()},
+            "log_condition_number",
+            quantiles.log_condition_number.transpose("prompt", "quantile", "operator").values,
+            {"quantile": quantiles["quantile"].values.tolist(), "operator": quantiles.operator.values.tolist()},
             label="log of the condition number, quantile over heads",
             over="prompt",
         ),
         remark=(
-            f"The median head keeps {medians['A']['nuclear_retention'].mean():.3f} of the nuclear norm, and with the "
-            f"residual connection {medians['I + A']['nuclear_retention'].mean():.3f}; the median log kappa is "
-            f"{medians['A']['log_condition'].mean():.2f} and {medians['I + A']['log_condition'].mean():.2f}. Of the "
-            f"kernels {float(measured.singular.sel(operator='A').mean()):.1%} are singular up to rounding, of I + A "
-            f"{float(measured.singular.sel(operator='I + A').mean()):.1%}."
+            f"The median head keeps {alone['nuclear_retention'].mean():.3f} of the nuclear norm, and with the "
+            f"residual connection {joined['nuclear_retention'].mean():.3f}; the median log kappa is "
+            f"{alone['log_condition_number'].mean():.2f} and {joined['log_condition_number'].mean():.2f}. Of the "
+            f"kernels {float(singular.sel(operator='kernel').mean()):.1%} are singular up to rounding, of I + A "
+            f"{float(singular.sel(operator='identity + kernel').mean()):.1%}."
         ),
         setting=f"X = I, {prompts.setting}, {case.constant('tokens')} tokens each; the condition shows the median of "
         "rho of A over heads",
     )
 
 
-def _of_kernel(quantiles: xr.Dataset, operator: str, share: float) -> dict[str, np.ndarray]:
+def _of_kernel(quantiles: xr.Dataset, operator: str, level: float) -> dict[str, np.ndarray]:
     """rho and log kappa at a quantile over heads, by prompt."""
-    chosen = quantiles.sel(operator=operator, share=share)
-    return {name: np.asarray(chosen[name].values) for name in ("nuclear_retention", "log_condition")}
+    chosen = quantiles.sel(operator=operator, quantile=level)
+    return {name: np.asarray(chosen[name].values) for name in ("nuclear_retention", "log_condition_number")}
 
 
 def _quantiles(case: TrialCase, quantiles: xr.Dataset) -> dict[str, Evidence]:
     rows: dict[str, Evidence] = {}
-    for operator, share in product(quantiles.operator.values, case.constant("quantiles")):
-        values = _of_kernel(quantiles, operator, share)
-        rows[f"rho of {operator}, quantile {share:g} over heads"] = Replicates(
+    for operator, level in product(quantiles.operator.values, case.constant("quantiles")):
+        values = _of_kernel(quantiles, operator, level)
+        rows[f"rho of {operator}, quantile {level:g} over heads"] = Replicates(
             values["nuclear_retention"], "prompts", LOG
         )
-        rows[f"log kappa of {operator}, quantile {share:g} over heads"] = Replicates(values["log_condition"], "prompts")
+        rows[f"log kappa of {operator}, quantile {level:g} over heads"] = Replicates(
+            values["log_condition_number"], "prompts"
+        )
     return rows
 
 
@@ -216,10 +220,10 @@ def _twins(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
     """The medians over heads of untrained twins, one value per twin."""
     count = case.constant("twin_prompts_quick" if case.quick else "twin_prompts")
     twins = case.subject.twin_recordings(case.constant("twins"), seed=case.seed, texts=prompts.texts[:count])
-    found = [head_quantiles(kernel_spectrum(twin, progress=False), shares=[0.5]).mean("prompt") for twin in twins]
+    found = [head_quantiles(kernel_spectrum(twin, progress=False), levels=[0.5]).mean("prompt") for twin in twins]
     rows: dict[str, Evidence] = {}
-    for operator, name in product(("A", "I + A"), ("nuclear_retention", "log_condition")):
-        values = np.array([float(each[name].sel(operator=operator, share=0.5)) for each in found])
+    for operator, name in product(OPERATORS, ("nuclear_retention", "log_condition_number")):
+        values = np.array([float(each[name].sel(operator=operator, quantile=0.5)) for each in found])
         label = "rho" if name == "nuclear_retention" else "log kappa"
         rows[f"{label} of {operator}, median over heads, untrained twins"] = Replicates(values, "twins")
     return rows
@@ -232,7 +236,9 @@ def _gradients(case: TrialCase, prompts: ChosenPrompts) -> dict[str, Evidence]:
     rows: dict[str, Evidence] = {}
     for version in GradientVersion:
         try:
-            found = gradient_norms(recording, versions=[version], progress=False).log_gradient_norm.squeeze("version")
+            found = loss_gradient_norms(recording, versions=[version], progress=False).log_loss_gradient_rms.squeeze(
+                "version"
+            )
         except HelmscopeError:  # no next-token loss, or residual connections or norms that cannot be changed
             continue
         slope = (found.isel(depth=0) - found.isel(depth=-1)) / (found.sizes["depth"] - 1)

@@ -16,7 +16,7 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.small_steps import silenced
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.observe.direct_logit_attribution import attribution_unsupported, direct_logit_attribution
-from helmscope.observe.value_composition import composition_unsupported, value_composition
+from helmscope.observe.head_composition import composition_unsupported, head_composition
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,13 +43,10 @@ class Roles(NamedTuple):
         attributed = direct_logit_attribution(recording, progress=False)
         axes = ("prompt", "layer", "head")
         assembly, transport = (
-            attributed[name].transpose(*axes).values for name in ("head_attribution", "head_norm_share")
+            attributed[name].transpose(*axes).values for name in ("head_attribution", "head_squared_length_share")
         )
         composition = (
-            value_composition(recording, progress=False)
-            .later_composition.mean("read")
-            .transpose("layer", "head")
-            .values
+            head_composition(recording, progress=False).composition_mean.mean("read").transpose("layer", "head").values
         )
         return cls(assembly, np.broadcast_to(composition, assembly.shape), transport)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from helmscope.models.record import record
-from helmscope.observe import GradientVersion, gradient_norms
+from helmscope.observe import GradientVersion, loss_gradient_norms
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
-CUT = (GradientVersion.NO_RESIDUAL, GradientVersion.NEITHER)
-FIXED = (GradientVersion.FIXED_SCALES, GradientVersion.NEITHER)
+CUT = (GradientVersion.NO_RESIDUAL, GradientVersion.BOTH)
+FIXED = (GradientVersion.FIXED_SCALES, GradientVersion.BOTH)
 
 
 def scales_of(model: Any, ids: torch.Tensor) -> dict[Any, torch.Tensor]:
@@ -64,18 +64,18 @@ def by_hand(model: Any, ids: torch.Tensor, version: GradientVersion) -> np.ndarr
 @pytest.mark.parametrize("version", list(GradientVersion))
 def test_every_version_against_a_forward_written_out(version: GradientVersion) -> None:
     model, ids = tiny_model("gpt2").double(), inputs_of("gpt2", batch=3, n=9)
-    found = gradient_norms(record(model, ids), versions=[version])
+    found = loss_gradient_norms(record(model, ids), versions=[version])
     expected = by_hand(model, ids, version)
-    np.testing.assert_allclose(found.log_gradient_norm.squeeze("version"), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.log_loss_gradient_rms.squeeze("version"), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_fixed_scales_leave_the_whole_model_as_it_is() -> None:
     """Its gradient differs: along the radial direction the output of a norm does not change."""
     model, ids = tiny_model("gpt2").double(), inputs_of("gpt2", batch=2, n=9)
     before = model(ids).logits.detach()
-    found = gradient_norms(record(model, ids))
+    found = loss_gradient_norms(record(model, ids))
     assert torch.equal(model(ids).logits.detach(), before)  # nothing is left on the model
-    whole, fixed = (found.log_gradient_norm.sel(version=name) for name in ("whole model", "norms at fixed scales"))
+    whole, fixed = (found.log_loss_gradient_rms.sel(version=name) for name in ("whole model", "norms at fixed scales"))
     np.testing.assert_array_equal(whole.isel(depth=-1), fixed.isel(depth=-1))  # the final norm is no norm of a block
     assert float(abs(whole - fixed).max()) > 1e-3
 
@@ -93,14 +93,14 @@ def test_other_families_are_cut_exactly(family: str) -> None:
         if family == "gpt_neox":
             for parameter in last.attention.dense.parameters():
                 parameter.zero_()
-    found = gradient_norms(record(model, ids)).log_gradient_norm
+    found = loss_gradient_norms(record(model, ids)).log_loss_gradient_rms
     assert np.isneginf(found.sel(version="no residual connections").values[:-1]).all()
     assert np.isfinite(found.sel(version="whole model").values).all()
 
 
 def test_the_chunk_size_changes_nothing() -> None:
     model, ids = tiny_model("gpt2").double(), inputs_of("gpt2", batch=5, n=9)
-    whole, single = (gradient_norms(record(model, ids, batch_size=size)).log_gradient_norm for size in (5, 2))
+    whole, single = (loss_gradient_norms(record(model, ids, batch_size=size)).log_loss_gradient_rms for size in (5, 2))
     np.testing.assert_allclose(single, whole, rtol=1e-10, atol=1e-10)
 
 
@@ -108,21 +108,23 @@ def test_padding_does_not_count() -> None:
     model = tiny_model("gpt2").double()
     padded = {"input_ids": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12]])}
     padded["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    together = gradient_norms(record(model, padded)).log_gradient_norm
-    alone = gradient_norms(record(model, torch.tensor([[5, 6, 7]]))).log_gradient_norm
+    together = loss_gradient_norms(record(model, padded)).log_loss_gradient_rms
+    alone = loss_gradient_norms(record(model, torch.tensor([[5, 6, 7]]))).log_loss_gradient_rms
     np.testing.assert_allclose(together.isel(prompt=0), alone.isel(prompt=0), rtol=1e-9, atol=1e-9)
 
 
 def test_bad_input_is_refused() -> None:
     recording = record(tiny_model("gpt2"), inputs_of("gpt2", batch=2, n=5))
     with pytest.raises(HelmscopeError, match="versions holds 'whole model'"):
-        gradient_norms(recording, versions=["whole model"])  # type: ignore[list-item]
+        loss_gradient_norms(recording, versions=["whole model"])  # type: ignore[list-item]
     with pytest.raises(HelmscopeError, match="versions is empty"):
-        gradient_norms(recording, versions=[])
+        loss_gradient_norms(recording, versions=[])
     with pytest.raises(HelmscopeError, match="scales its residual connections"):
-        gradient_norms(record(tiny_model("granite"), inputs_of("granite", batch=2, n=5)))
+        loss_gradient_norms(record(tiny_model("granite"), inputs_of("granite", batch=2, n=5)))
     with pytest.raises(HelmscopeError, match="norms that cannot be read"):
-        gradient_norms(record(tiny_model("gemma2"), inputs_of("gemma2", batch=2, n=5)), versions=FIXED)
+        loss_gradient_norms(record(tiny_model("gemma2"), inputs_of("gemma2", batch=2, n=5)), versions=FIXED)
     with pytest.raises(HelmscopeError, match="causal"):
-        gradient_norms(record(tiny_model("bert"), inputs_of("bert", batch=2, n=5)))
-    assert math.isfinite(float(gradient_norms(recording, versions=[GradientVersion.WHOLE]).log_gradient_norm[0, 0, 0]))
+        loss_gradient_norms(record(tiny_model("bert"), inputs_of("bert", batch=2, n=5)))
+    assert math.isfinite(
+        float(loss_gradient_norms(recording, versions=[GradientVersion.WHOLE]).log_loss_gradient_rms[0, 0, 0])
+    )

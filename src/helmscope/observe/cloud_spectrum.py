@@ -48,7 +48,7 @@ FEWEST = 3
 
 
 @shows_progress("spectrum of the tokens")
-def state_spectrum(
+def cloud_spectrum(
     system: Trajectory | System, *, include_first_token: bool = False, progress: ProgressOption = None
 ) -> xr.Dataset:
     """The quantities of ``matrix_spectrum`` and ``nuclear_retention`` over (depth, prompt, coordinates, token_mean),
@@ -59,7 +59,7 @@ def state_spectrum(
     prompt of fewer than 3 tokens that count, and for states that are not finite.
 
     >>> from helmscope import record
-    >>> measured = state_spectrum(record("A", ["Once upon a time there was a cat"]))
+    >>> measured = cloud_spectrum(record("A", ["Once upon a time there was a cat"]))
     >>> measured.effective_rank.dims, bool((measured.stable_rank <= measured.effective_rank).all())
     (('depth', 'prompt', 'coordinates', 'token_mean'), True)
     """

@@ -39,10 +39,10 @@ SITES = (Site.QUERY, Site.KEY)
 RATIO = {"long_name": "KL with changed keys over KL with changed queries", "averaged_as": "log(x)"}
 
 
-class QueryKeyChange(Enum):
+class QueryKeyEditKind(Enum):
     """What is done to all queries, or to all keys.
 
-    >>> [change.value for change in QueryKeyChange]
+    >>> [kind.value for kind in QueryKeyEditKind]
     ['normalized', 'blurred']
     """
 
@@ -50,10 +50,10 @@ class QueryKeyChange(Enum):
     BLURRED = "blurred"
 
 
-class ChangeStrength(Enum):
+class EditStrength(Enum):
     """At which strengths queries and keys are changed; the module's docstring has both.
 
-    >>> [strength.value for strength in ChangeStrength]
+    >>> [strength.value for strength in EditStrength]
     ['matched', 'as printed']
     """
 
@@ -61,18 +61,18 @@ class ChangeStrength(Enum):
     AS_PRINTED = "as printed"
 
 
-@shows_progress("changed queries and keys")
-def query_key_change_damage(
+@shows_progress("edits of queries and keys")
+def query_key_edit_damage(
     recording: Recording,
     *,
-    changes: Sequence[QueryKeyChange] = tuple(QueryKeyChange),
-    strengths: Sequence[ChangeStrength] = tuple(ChangeStrength),
+    kinds: Sequence[QueryKeyEditKind] = tuple(QueryKeyEditKind),
+    strengths: Sequence[EditStrength] = tuple(EditStrength),
     window: Sequence[float] = WINDOW,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """The damage (``damage_under_edits``) of changing all queries, or all keys, in all layers: ``kl``,
-    ``loss_increase``, ``prediction_entropy_change`` and ``top_token_agreement`` along (change, strength, site, prompt),
-    and ``ratio``, KL of the keys over that of the queries, along (change, strength, prompt), NaN where changed queries
+    ``loss_increase``, ``prediction_entropy_change`` and ``top_token_agreement`` along (kind, strength, site, prompt),
+    and ``ratio``, KL of the keys over that of the queries, along (kind, strength, prompt), NaN where changed queries
     do no damage.
 
     ``window`` holds the weights of a blur, those of the vector itself and of the ones before it. Null values are those
@@ -81,22 +81,22 @@ def query_key_change_damage(
     refuses, and for a model whose attention cannot be edited or whose weights do not sum to 1.
 
     >>> from helmscope import record
-    >>> damage = query_key_change_damage(record("A", ["Once upon a time", "The cat sat"]))
+    >>> damage = query_key_edit_damage(record("A", ["Once upon a time", "The cat sat"]))
     >>> damage.kl.dims, damage.ratio.dims
-    (('change', 'strength', 'site', 'prompt'), ('change', 'strength', 'prompt'))
+    (('kind', 'strength', 'site', 'prompt'), ('kind', 'strength', 'prompt'))
     """
     report = check_progress(progress)
-    kinds, shapes = chosen("changes", changes, QueryKeyChange), chosen("strengths", strengths, ChangeStrength)
+    edited, sizes = chosen("kinds", kinds, QueryKeyEditKind), chosen("strengths", strengths, EditStrength)
     edits = {
-        f"{change.value}, {strength.value}, {site.value}": edit
-        for change in kinds
-        for strength in shapes
-        for site, edit in zip(SITES, query_key_change(recording, change, strength, window=window), strict=True)
+        f"{kind.value}, {strength.value}, {site.value}": edit
+        for kind in edited
+        for strength in sizes
+        for site, edit in zip(SITES, query_key_edits(recording, kind, strength, window=window), strict=True)
     }
     damage = damage_under_edits(recording, edits, progress=report)
     axes = {
-        "change": [change.value for change in kinds],
-        "strength": [strength.value for strength in shapes],
+        "kind": [kind.value for kind in edited],
+        "strength": [strength.value for strength in sizes],
         "site": [site.value for site in SITES],
     }
     shape = (*map(len, axes.values()), damage.sizes["prompt"])
@@ -105,28 +105,28 @@ def query_key_change_damage(
         for name, value in ((str(name), value) for name, value in damage.data_vars.items())
     }
     coords = axes | {name: coord for name, coord in damage.coords.items() if coord.dims == ("prompt",)}
-    measured = xr.Dataset(data, coords, {**damage.attrs, "title": "changed queries and keys"})
+    measured = xr.Dataset(data, coords, {**damage.attrs, "title": "edited queries and keys"})
     query, key = (measured.kl.sel(site=site.value, drop=True) for site in SITES)
     ratio = key / query.where(query > 0)
     ratio.attrs = dict(RATIO)  # arithmetic may keep those of the divergence
     return check_replicates(measured.assign(ratio=ratio, ratio_null=1.0))
 
 
-def query_key_change(
-    recording: Recording, change: QueryKeyChange, strength: ChangeStrength, *, window: Sequence[float] = WINDOW
+def query_key_edits(
+    recording: Recording, kind: QueryKeyEditKind, strength: EditStrength, *, window: Sequence[float] = WINDOW
 ) -> Pair:
     """The edit of all queries and that of all keys, for the texts of a recording.
 
     >>> from helmscope import record
     >>> recording = record("A", ["Once upon a time"])
-    >>> queries, keys = query_key_change(recording, QueryKeyChange.BLURRED, ChangeStrength.AS_PRINTED)
+    >>> queries, keys = query_key_edits(recording, QueryKeyEditKind.BLURRED, EditStrength.AS_PRINTED)
     >>> queries.strength, keys.site
     (1.0, <Site.KEY: 'key'>)
     """
     check_recording(recording)
-    matched = strength is ChangeStrength.MATCHED
+    matched = strength is EditStrength.MATCHED
     pair: Pair
-    if change is QueryKeyChange.BLURRED:
+    if kind is QueryKeyEditKind.BLURRED:
         pair = Blur(site=Site.QUERY, window=window), Blur(site=Site.KEY, window=window)
     else:
         keys = Normalize.of(recording, site=Site.KEY, centered=matched)

@@ -6,8 +6,8 @@ t (``intervene.fourier_basis``), and f = 0, 2/T, ... <= 1 its frequencies, 1 the
 
     high_frequency_share              sum_{f > c} |X_f|^2 / sum_f |X_f|^2,      c the cutoff
     high_frequency_share_of_variation the same without f = 0, the mean token
-    power_share                       the share of each of several bands of equal width; the first contains f = 0
-    mean_shift                        |mean_t D_t| / sqrt(mean_t |D_t|^2),   D_t the change of x_t over the half-step
+    band_power_share                  the share of each of several bands of equal width; the first contains f = 0
+    mean_token_shift                  |mean_t D_t| / sqrt(mean_t |D_t|^2),  D_t = x_t after - before
 
 Source: [Additive transport], Sections 5 and 5.1, which says that mixing suppresses high-frequency distinctions and
 preserves the center of mass; along which axis is not said.
@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 import torch
 import xarray as xr
 
+from helmscope.observe.cloud_spectrum import COORDINATES, clouds_along_depth
 from helmscope.observe.depth_steps import sphere_text, with_halves
 from helmscope.observe.kernel_lag import CUTOFF, TIE, check_cutoff, fourier_line, frequency_power
 from helmscope.observe.labels import label_attributes
 from helmscope.observe.pairs import sphere_and_ids
-from helmscope.observe.state_spectrum import COORDINATES, clouds_along_depth
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Trajectory, check_integer, check_progress
@@ -48,19 +48,19 @@ BANDS = 8
 HIGH, OF_VARIATION, SHIFT, POWER = (
     "high_frequency_share",
     "high_frequency_share_of_variation",
-    "mean_shift",
-    "power_share",
+    "mean_token_shift",
+    "band_power_share",
 )
 NAMES = {
     HIGH: "share of the spectrum along the tokens above the cutoff",
-    OF_VARIATION: "the same without the mean token",
+    OF_VARIATION: "share of the variation along the tokens above the cutoff",
     SHIFT: "change of the mean token over the RMS change of the tokens",
     POWER: "share of the spectrum along the tokens in a band",
 }
 
 
 @shows_progress("spectrum along the tokens")
-def token_spectrum(
+def fourier_spectrum(
     system: Trajectory | System,
     *,
     cutoff: float = CUTOFF,
@@ -68,16 +68,17 @@ def token_spectrum(
     include_first_token: bool = False,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """``high_frequency_share``, ``high_frequency_share_of_variation`` and ``mean_shift`` over (depth, prompt,
-    coordinates), each with its null, and ``power_share`` along a further axis ``band``, the upper end of each band.
+    """``high_frequency_share``, ``high_frequency_share_of_variation`` and ``mean_token_shift`` over (depth, prompt,
+    coordinates), each with its null, and ``band_power_share`` along a further axis ``band``, the upper end of each
+    band.
 
     The shift at depth k is that of the half-step that ends there: NaN at the first depth, and where no token moves.
-    Coordinates, tokens and the first token are as for ``state_spectrum``. Raises HelmscopeError for a cutoff outside
+    Coordinates, tokens and the first token are as for ``cloud_spectrum``. Raises HelmscopeError for a cutoff outside
     0 to 1, and a prompt so short that it has no frequency above it.
 
     >>> alternating = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(3, 1)
     >>> path = Trajectory(torch.zeros(1), alternating.expand(1, 1, 6, 2))
-    >>> float(token_spectrum(path, include_first_token=True).high_frequency_share[0, 0, 0])
+    >>> float(fourier_spectrum(path, include_first_token=True).high_frequency_share[0, 0, 0])
     1.0
     """
     report, cutoff = check_progress(progress), check_cutoff(cutoff)

@@ -1,4 +1,5 @@
-"""The norms of the loss gradient along depth, with and without residual connections and norms.
+"""The norms of the loss gradient along depth, with and without residual connections, and with norms
+free or at fixed scales.
 
     g_k  =  sqrt(mean_t |dL/dx_t|^2)    at the input x of block k, and at the output of the last block,
 
@@ -7,16 +8,16 @@ with L the sum of the next-token losses of a prompt. Four versions of the same w
     whole model               the model as it is
     no residual connections   y' = A(y), y'' = M(y'): each half replaces the state by its write
     norms at fixed scales     N(y) becomes gain * (y - mean y) / s + bias, s that of the token in the whole model
-    neither                   both
+    both of these
 
 At fixed scales the forward pass of the whole model is unchanged, and its gradient lacks the projection by which a norm
 removes the radial direction. Source: [Additive transport], Section 9.3: ill-conditioned mixing "forbids gradient
 propagation", and the residual connection prevents it.
 
-How to read it. ``log_gradient_norm`` along depth; its fall or growth per block is the slope. With residual connections
-each block's Jacobian is I + J, and the gradient changes little. How it fails. Without residual connections a trained
-model computes something else: the gradients are those of another function, at other states. Cost: a forward and a
-backward pass for each version.
+How to read it. ``log_loss_gradient_rms`` along depth; its fall or growth per block is the slope. With residual
+connections each block's Jacobian is I + J, and the gradient changes little. How it fails. Without residual connections
+a trained model computes something else: the gradients are those of another function, at other states. Cost: a forward
+and a backward pass for each version.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ LOG_NORM = {"long_name": "log of the root mean square gradient over tokens"}
 
 
 class GradientVersion(Enum):
-    """The versions of a model of ``gradient_norms``; the values are the coordinates of its axis ``version``.
+    """The versions of a model of ``loss_gradient_norms``; the values are the coordinates of its axis ``version``.
 
     >>> [version.value for version in GradientVersion][:2]
     ['whole model', 'no residual connections']
@@ -60,29 +61,29 @@ class GradientVersion(Enum):
     WHOLE = "whole model"
     NO_RESIDUAL = "no residual connections"
     FIXED_SCALES = "norms at fixed scales"
-    NEITHER = "neither"
+    BOTH = "no residual connections, norms at fixed scales"
 
 
-@shows_progress("gradient norms")
-def gradient_norms(
+@shows_progress("norms of the loss gradient")
+def loss_gradient_norms(
     recording: Recording,
     *,
     versions: Sequence[GradientVersion] = tuple(GradientVersion),
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """``log_gradient_norm`` along (depth, version, prompt): the natural logarithm of g at the input of each block and
-    at the output of the last one.
+    """``log_loss_gradient_rms`` along (depth, version, prompt): the natural logarithm of g at the input of each block
+    and at the output of the last one.
 
     Tokens on which no scored token depends, such as the last one, have gradient 0 and count. Raises HelmscopeError
-    where ``next_token_loss`` does, for blocks with scaled residual connections or cross-attention, and, without norms,
-    for a model whose norms cannot be read.
+    where ``next_token_loss`` does, for blocks with scaled residual connections or cross-attention, and, with norms at
+    fixed scales, for a model whose norms cannot be read.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> found = gradient_norms(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
-    >>> dict(found.log_gradient_norm.sizes)
+    >>> found = loss_gradient_norms(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
+    >>> dict(found.log_loss_gradient_rms.sizes)
     {'depth': 3, 'version': 4, 'prompt': 2}
     """
     report, scoring = check_progress(progress), Scoring(check_recording(recording))
@@ -108,7 +109,7 @@ def gradient_norms(
     depths = [recording.anatomy.depths.steps * block for block in range(layers + 1)]
     axis: dict[str, Any] = {"depth": ("depth", depths, {"units": recording.trajectory.unit})}
     coords = {**axis, "version": [each.value for each in chosen], **scoring.coords}
-    data = {"log_gradient_norm": (("depth", "version", "prompt"), found, LOG_NORM)}
+    data = {"log_loss_gradient_rms": (("depth", "version", "prompt"), found, LOG_NORM)}
     return check_replicates(xr.Dataset(data, coords, {**scoring.attributes, "title": "norms of the loss gradient"}))
 
 
@@ -123,9 +124,9 @@ def _gradients(recording: Recording, scoring: Scoring, rows: slice, version: Gra
         return value + terms[block]
 
     edits: list[AbstractEdit] = [Edit(Site.INPUT, None, marked), Edit(Site.OUTPUT, [layers - 1], marked)]
-    if version in (GradientVersion.NO_RESIDUAL, GradientVersion.NEITHER):
+    if version in (GradientVersion.NO_RESIDUAL, GradientVersion.BOTH):
         edits += _without_residual(recording)
-    fixed = version in (GradientVersion.FIXED_SCALES, GradientVersion.NEITHER)
+    fixed = version in (GradientVersion.FIXED_SCALES, GradientVersion.BOTH)
     with torch.enable_grad(), ExitStack() as stack:
         if fixed:
             stack.enter_context(_fixed_scales(recording, rows))
@@ -212,8 +213,8 @@ def _check_supported(recording: Recording, versions: Sequence[GradientVersion]) 
     anatomy = recording.anatomy
     if anatomy.has_cross:
         raise HelmscopeError("recording is of a model with cross-attention, whose residual connections cannot be cut")
-    fixed = {GradientVersion.FIXED_SCALES, GradientVersion.NEITHER} & set(versions)
-    cut = {GradientVersion.NO_RESIDUAL, GradientVersion.NEITHER} & set(versions)
+    fixed = {GradientVersion.FIXED_SCALES, GradientVersion.BOTH} & set(versions)
+    cut = {GradientVersion.NO_RESIDUAL, GradientVersion.BOTH} & set(versions)
     for number, layer in enumerate(anatomy.layers):
         wiring = layer.wiring
         if cut and any(wiring.scale(site) != 1 for site in (Site.ATTENTION, Site.MLP)):

@@ -9,19 +9,19 @@ import torch
 from helmscope.intervene import GaugeTransform, ShiftKeys
 from helmscope.models.record import record
 from helmscope.observe import (
-    ChangeStrength,
-    QueryKeyChange,
+    EditStrength,
+    QueryKeyEditKind,
     attention_temperature_damage,
     damage_under_edits,
-    query_key_change,
-    query_key_change_damage,
+    query_key_edit_damage,
+    query_key_edits,
 )
 from helmscope.types import HelmscopeError
 from support.gpt2_by_hand import divergence, logits_by_hand, queries_and_keys
 from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
-PRINTED, MATCHED = ChangeStrength.AS_PRINTED, ChangeStrength.MATCHED
+PRINTED, MATCHED = EditStrength.AS_PRINTED, EditStrength.MATCHED
 
 
 def sharp_model():
@@ -52,8 +52,8 @@ def blurred(x):
 
 def test_damage_as_printed_is_that_of_a_forward_written_out():
     model, ids = sharp_model(), inputs_of("gpt2")
-    measured = query_key_change_damage(record(model, ids), strengths=[PRINTED])
-    assert measured.change.values.tolist() == ["normalized", "blurred"]
+    measured = query_key_edit_damage(record(model, ids), strengths=[PRINTED])
+    assert measured["kind"].values.tolist() == ["normalized", "blurred"]
     plain, tensors = logits_by_hand(model, ids), queries_and_keys(model, ids)
     for change in ("normalized", "blurred"):
         for side, site in enumerate(("query", "key")):
@@ -65,7 +65,7 @@ def test_damage_as_printed_is_that_of_a_forward_written_out():
                 return tuple(pair)
 
             expected = divergence(plain, logits_by_hand(model, ids, edited))
-            found = measured.kl.sel(change=change, strength="as printed", site=site)
+            found = measured.kl.sel(kind=change, strength="as printed", site=site)
             np.testing.assert_allclose(found, expected, rtol=1e-8)
     ratio = measured.kl.sel(site="key") / measured.kl.sel(site="query")
     np.testing.assert_allclose(measured.ratio, ratio, rtol=1e-14)
@@ -73,20 +73,20 @@ def test_damage_as_printed_is_that_of_a_forward_written_out():
 
 def test_matched_changes_are_those_of_their_edits_and_ignore_gauge_and_shift():
     recording = record(sharp_model(), inputs_of("gpt2"))
-    measured = query_key_change_damage(recording, strengths=[MATCHED])
-    for change in QueryKeyChange:
-        queries, keys = query_key_change(recording, change, MATCHED)
+    measured = query_key_edit_damage(recording, strengths=[MATCHED])
+    for change in QueryKeyEditKind:
+        queries, keys = query_key_edits(recording, change, MATCHED)
         assert torch.maximum(queries.strength, keys.strength).eq(1).all()
         kl = damage_under_edits(recording, {"query": queries, "key": keys}).kl
-        assert np.array_equal(measured.kl.sel(change=change.value, strength="matched"), kl)
-    gauged = query_key_change_damage(recording.under(GaugeTransform(factor=3)), strengths=[MATCHED])
+        assert np.array_equal(measured.kl.sel(kind=change.value, strength="matched"), kl)
+    gauged = query_key_edit_damage(recording.under(GaugeTransform(factor=3)), strengths=[MATCHED])
     np.testing.assert_allclose(gauged.ratio, measured.ratio, rtol=1e-6)
     shift = ShiftKeys(vector=torch.full((8,), 2.0, dtype=F64))
-    both = query_key_change_damage(recording.under(shift))
+    both = query_key_edit_damage(recording.under(shift))
     np.testing.assert_allclose(both.ratio.sel(strength="matched"), measured.ratio.isel(strength=0), rtol=1e-6)
-    printed = query_key_change_damage(recording, strengths=[PRINTED])
+    printed = query_key_edit_damage(recording, strengths=[PRINTED])
     change = np.abs(both.ratio.sel(strength="as printed") / printed.ratio.isel(strength=0) - 1)
-    assert change.sel(change="normalized").min() > 0.01
+    assert change.sel(kind="normalized").min() > 0.01
 
 
 @pytest.mark.parametrize("temperature", [0.25, 3.0])
@@ -102,16 +102,16 @@ def test_the_temperature_divides_the_logits(temperature):
 
 def test_refusals():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    with pytest.raises(HelmscopeError, match=r"changes is \['blurred'\], but it must be a list of different ones"):
-        query_key_change_damage(recording, changes=["blurred"])
+    with pytest.raises(HelmscopeError, match=r"kinds is \['blurred'\], but it must be a list of different ones"):
+        query_key_edit_damage(recording, kinds=["blurred"])
     with pytest.raises(HelmscopeError, match=r"strengths is .*, but it must be a list of different ones"):
-        query_key_change_damage(recording, strengths=[])
+        query_key_edit_damage(recording, strengths=[])
     with pytest.raises(HelmscopeError, match="window begins with 0"):
-        query_key_change_damage(recording, window=[0.0, 1.0])
+        query_key_edit_damage(recording, window=[0.0, 1.0])
     with pytest.raises(HelmscopeError, match="recording is an int, but it must be a Recording"):
-        query_key_change_damage(3)
+        query_key_edit_damage(3)
     with pytest.raises(HelmscopeError, match="weights have a row whose sum differs from 1"):
-        query_key_change_damage(record(tiny_model("gpt_oss"), inputs_of("gpt_oss")))
+        query_key_edit_damage(record(tiny_model("gpt_oss"), inputs_of("gpt_oss")))
     with pytest.raises(HelmscopeError, match="temperatures is 0, but it must be a finite number > 0"):
         attention_temperature_damage(recording, temperatures=[0])
     with pytest.raises(HelmscopeError, match="temperatures is 2, but it must be a list of numbers"):

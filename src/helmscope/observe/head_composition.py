@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 READS = {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE}
 NAMES = {
     "composition": "composition score of a head with a later head",
-    "later_composition": "composition score of a head, mean over later heads",
+    "composition_mean": "composition score of a head, mean over later heads",
 }
 
 
@@ -65,15 +65,15 @@ def composition_score(
 
 @shows_progress("composition of heads")
 @full_precision
-def value_composition(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
+def head_composition(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """``composition`` along (layer, head, read, later_layer, later_head), NaN unless the other layer is later, and
-    ``later_composition`` along (layer, head, read), its mean over all later heads, NaN in the last layer. ``read`` is
+    ``composition_mean`` along (layer, head, read), its mean over all later heads, NaN in the last layer. ``read`` is
     "query", "key" or "value" of the later head. The nulls are those of random matrices.
 
     Raises HelmscopeError where ``input_matrices`` does, where output matrices cannot be read, and for a single layer.
 
     >>> from helmscope import record
-    >>> value_composition(record("A", ["Once upon a time"])).later_composition.dims
+    >>> head_composition(record("A", ["Once upon a time"])).composition_mean.dims
     ('layer', 'head', 'read')
     """
     refused = composition_unsupported(recording)
@@ -99,8 +99,8 @@ def value_composition(recording: Recording, *, progress: ProgressOption = None) 
     data = {
         "composition": (("layer", "head", "read", "later_layer", "later_head"), found, _attributes("composition")),
         "composition_null": null,
-        "later_composition": (("layer", "head", "read"), later, _attributes("later_composition")),
-        "later_composition_null": null,
+        "composition_mean": (("layer", "head", "read"), later, _attributes("composition_mean")),
+        "composition_mean_null": null,
     }
     coords = {"layer": range(count), "head": range(heads), "read": list(READS), "later_layer": range(count)}
     coords |= {"later_head": range(heads)}
