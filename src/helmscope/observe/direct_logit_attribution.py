@@ -15,7 +15,8 @@ that of the attention write but for its bias.
 
 How to read it. The direct path alone: what a write does through later blocks is not in it, and a head that later heads
 read may have an attribution of 0. How it fails. Scales are those of the whole model: an attribution is no damage of an
-ablation. Post-norm models, whose states are rescaled at every depth, and unembeddings that scale or cap logits are refused.
+ablation. Post-norm models, whose states are rescaled at every depth, and unembeddings that scale or cap logits are
+refused.
 Cost: one replay and two rows of the head for each token.
 """
 
