@@ -169,6 +169,6 @@ def test_the_branch_of_clusters_at_large_beta() -> None:
     """Followed from nu_c = 0.0328 to 0.012, it passes through the stationary densities found alone."""
     nus = [0.012, 0.02, 0.03]
     branch = bifurcation_diagram(hs.SA, betas=[30.0], nus=nus, dim=2, degree=120)
-    for nu, order in zip(nus, branch.order.values[0], strict=True):
+    for nu, order in zip(nus, branch.order_parameter.values[0], strict=True):
         alone = stationary_density(hs.SA(beta=30.0), CircleGrid(120), IsotropicNoise(nu))
         assert float(alone.mean.norm()) == pytest.approx(order, abs=1e-10)

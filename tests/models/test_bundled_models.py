@@ -131,7 +131,7 @@ def test_unknown_names_raise():
     for function in (hs.models.bundled_folder, hs.models.training_history):
         with pytest.raises(HelmscopeError, match="unknown model 'Tied': did you mean 'tied'"):
             function("Tied")
-        with pytest.raises(HelmscopeError, match="Allowed: A, B, tied"):
+        with pytest.raises(HelmscopeError, match="allowed: A, B, tied"):
             function("../A")
 
 

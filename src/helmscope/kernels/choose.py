@@ -86,7 +86,7 @@ def choose(request: Request) -> Summation:
     >>> from helmscope.kernels.request import Request
     >>> x = torch.nn.functional.normalize(torch.randn(4096, 3), dim=-1)
     >>> choose(Request(4 * x, x, x, beta=4.0)), choose(Request(4 * x, x, x, causal=True))
-    (Harmonic(tol=None), Blockwise(block=None))
+    (Harmonic(tol=None), Blockwise())
     """
     method = _pinned.get()
     if method is None:

@@ -349,7 +349,7 @@ class Recording(HasTrajectory, Plottable):
         >>> from helmscope import record
         >>> recording = record("A", ["Once upon a time", "The cat sat"])
         >>> measured = recording.replay(KernelStatistics())["kernel_statistics"]
-        >>> dict(measured.entropy.sizes)
+        >>> dict(measured.row_entropy.sizes)
         {'layer': 12, 'prompt': 2, 'head': 6}
         """
         return replay(self, instruments, progress)

@@ -119,7 +119,7 @@ def described(measured: xr.Dataset, names: dict[str, str]) -> xr.Dataset:
 
     >>> import xarray as xr
     >>> described(xr.Dataset({"drift": ("prompt", [0.1])}), NAMES).drift.attrs["long_name"]
-    'mean tangential drift of a head (radians per layer)'
+    'mean tangential drift of a head'
     """
     for name in names.keys() & measured.keys():
         measured[name].attrs |= label_attributes(names[name])

@@ -182,11 +182,11 @@ def cloud_projection(
         check_integer("neighbors", neighbors, at_least=2),
         check_integer("principal_axes", principal_axes, at_least=1),
     )
+    chosen = chosen_layers(recording, layers)
     small = cloud_too_small(recording, count, axes)
     if small is not None:
         raise HelmscopeError(small)
     share = None if planted_share is None else check_real("planted_share", planted_share, at_least=0)
-    chosen = chosen_layers(recording, layers)
     sampled = None if sampled_tokens is None else check_integer("sampled_tokens", sampled_tokens, at_least=1)
     report, seed = check_progress(progress), check_seed(seed)
     rows = []

@@ -72,8 +72,8 @@ def plain_ticks(axis: Axis) -> None:
 
     >>> panel = blank_figure(3.0, 2.0).subplots()
     >>> plain_ticks(panel.yaxis)
-    >>> panel.yaxis.get_major_formatter().format_ticks([0.0, 1e-7, 2e-7]), tick_texts([1.0, 1.5])
-    (['0', '1e-7', '2e-7'], ['1.0', '1.5'])
+    >>> panel.yaxis.get_major_formatter().format_ticks([0.0, 1e5, 2e5]), tick_texts([1.0, 1.5])
+    (['0', '1e5', '2e5'], ['1.0', '1.5'])
     """
     from matplotlib.ticker import FuncFormatter
 
