@@ -68,7 +68,8 @@ class HalfStepRetention(Instrument):
 
 @shows_progress("nuclear norm over half-steps")
 def half_step_retention(system: System, *, progress: ProgressOption = None) -> xr.Dataset:
-    """The share of the nuclear norm that each half-step keeps, with replicates: ``HalfStepRetention`` by one replay.
+    """The ratio of the nuclear norm after each half-step to that before, with replicates: ``HalfStepRetention``
+    by one replay.
 
     >>> from helmscope import record
     >>> half_step_retention(record("A", ["Once upon a time"])).mlp_nuclear_retention.shape

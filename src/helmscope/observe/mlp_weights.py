@@ -60,7 +60,7 @@ LABELS = {
     "welch_bound": "lower bound on the largest |cos| of so many rows",
     "neuron_alignment_mean": "mean cosine of a neuron's input and output weights",
     "neuron_alignment_absolute": "mean |cosine| of a neuron's input and output weights",
-    "neuron_alignment_absolute_null": "mean |cos| of of input and output weights of different neurons",
+    "neuron_alignment_absolute_null": "mean |cos| of input and output weights of different neurons",
     "constant_neuron_count": "constant neurons: v = 0",
     "neuron_alignment": "cosine of a neuron's input and output weights",
     "neuron_coherence": "largest |cos| of what a neuron and another one read",

@@ -12,21 +12,24 @@ from typing import IO, Any, cast
 from helmscope.store.printable import printable
 from helmscope.types import pluralized
 
-LITTLE = 0.05  # share of the cost below which the time that units took says less than their estimate
+PRIOR = 0.5  # share of the cost ahead for which the estimate counts as if it had been measured
 
 
 class TimeLeft:
-    """The time left in a run, whose units count by their estimated seconds ``costs``, of all units still to be done,
-    or equally where there is no estimate (None, or one that is not positive).
+    """The time left in a run. Units count by their estimated seconds in ``costs`` (all units still to be done), or
+    equally if an estimate is missing or not positive.
 
-    Time left = elapsed time * cost left / cost finished, and until 5 % of the cost is finished at least the estimate of
-    what is left, with ``workers`` units at a time. While fewer than ``workers`` units are done, the running ones are
-    assumed to be about to finish too.
+    With C the cost finished, A the cost ahead and ``workers`` units at a time,
+
+        time left  =  A (elapsed time + A / (2 workers)) / (C + A / 2),
+
+    so that the estimate decides at first and the measured speed at last; without estimates A (elapsed time) / C. While
+    fewer than ``workers`` units are done, the running ones are assumed to be about to finish too.
 
     >>> left = TimeLeft({"slow": 90.0, "fast": 10.0})
     >>> left.finish("fast")
-    >>> left.share, left.seconds(20.0)
-    (0.1, 180.0)
+    >>> left.share, round(left.seconds(20.0))
+    (0.1, 106)
     """
 
     def __init__(self, costs: Mapping[str, float] | None = None, *, count: int | None = None, workers: int = 1) -> None:
@@ -52,11 +55,10 @@ class TimeLeft:
         if self.units >= self.count:
             return 0.0
         ahead = max(0.0, self.total - self.finished)
-        known = self.finished * max(1.0, min(self.workers, self.count) / max(self.units, 1))
-        left = elapsed * ahead / known if known > 0 else 0.0
-        if self.costs and self.finished < LITTLE * self.total:
-            left = max(left, ahead / max(1, min(self.workers, self.count - self.units)))
-        return left
+        at_once = max(1, min(self.workers, self.count))
+        known = self.finished * max(1.0, at_once / max(self.units, 1))
+        prior = PRIOR * ahead if self.costs else 0.0
+        return ahead * (elapsed + prior / at_once) / (known + prior) if known + prior > 0 else 0.0
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def softmax_retention(tokens: int, *, applications: int = 1) -> float:
 
 
 def softmax_condition_number_quantile(tokens: int, level: float) -> float:
-    """The quantile ``share`` of the condition of A = softmax(G), to leading order in T:
+    """The quantile at ``level`` of the condition number of A = softmax(G), to leading order in T:
 
         kappa = T^{3/2} / (sqrt(e - 1) xi),    P(xi <= x) = 1 - exp(-x - x^2 / 2),
 
