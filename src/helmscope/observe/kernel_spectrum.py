@@ -4,9 +4,10 @@ Of A, with normalized rows, and of I + A, as operators on X = I (``operator_spec
 of the nuclear norm after to before, condition number, effective ranks, Dirichlet energy and distance of the rows from
 their mean. [Additive transport], Section 9.3, takes the residual connection for what keeps A from collapsing.
 
-How to read it. The identity has retention 1, condition number 1 and collapse residual sqrt(1 - 1/n); averaging over all n
-tokens 1/n, infinity and 0. Causal averaging has the condition number of a triangular matrix. X = I stands for tokens that are
-all different; values W_V X and the heads' sum are not in it, so that it is a property of the kernel, not of the write.
+How to read it. The identity has retention 1, condition number 1 and collapse residual sqrt(1 - 1/n); averaging over all
+n tokens 1/n, infinity and 0. Causal averaging has the condition number of a triangular matrix. X = I stands for tokens
+that are all different; values W_V X and the heads' sum are not in it, so that it is a property of the kernel, not of
+the write.
 How it fails. Condition numbers of heads have a heavy tail: quantiles over heads (``head_quantiles``), never a mean of
 kappa. Cost: two singular value decompositions of n x n per head, layer and prompt.
 """
