@@ -171,3 +171,14 @@ def test_a_simulated_flow_moves_at_the_speed_of_its_field():
     assert steps.angle.values[1] / h == pytest.approx(speed.numpy(), rel=1e-2)
     assert (steps.update_cosine.values[2] > 0.999).all()
     assert "half" not in steps.coords
+
+
+def test_a_prompt_of_its_first_token_alone_has_no_length():
+    """The first token is left out, and nothing is known of how far no token has moved."""
+    rows = torch.tensor([[1, 2, 3], [4, 0, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    recording = record(tiny_model("gpt2"), {"input_ids": rows, "attention_mask": mask})
+    measured = depth_steps(recording)
+    assert measured.arc_length[1:, 1].isnull().all()
+    assert measured.arc_length[:, 0].notnull().all()
+    assert float(measured.arc_length[0, 0]) == 0.0

@@ -90,7 +90,9 @@ def depth_steps(
         columns.append(walk.step(k))
         report((k + 1) / len(path.states))
     values = {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
-    values["arc_length"] = values["angle"].nan_to_num(nan=0.0).cumsum(0)
+    # no step ends at the first state; where a prompt has no token that counts, there is no length
+    first = 0.0 * values["net_angle"][:1]
+    values["arc_length"] = torch.cat([first, values["angle"][1:]]).cumsum(0)
     measurement = with_cumulative(with_bounds(with_replicates(values, path), BOUNDS), path.axis, CUMULATIVE)
     for name in measurement.data_vars:
         measurement[name].attrs |= label_attributes(LABELS[str(name)])
