@@ -170,6 +170,11 @@ def test_refusals():
         context_groups(recording, CONTEXTS, min_contexts=3)
     with pytest.raises(HelmscopeError, match="must be a Recording"):
         context_groups(None, CONTEXTS)
+    for contexts in (["Once upon a time"] * 20, [[1, 2], [3]], torch.rand(4, 4)):
+        with pytest.raises(
+            HelmscopeError, match=r"contexts is a .*, but it must be token ids of shape \(contexts, n\)"
+        ):
+            context_groups(recording, contexts)
 
 
 def test_a_model_that_is_not_bundled_is_measured_on_its_own_texts():

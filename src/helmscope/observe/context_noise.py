@@ -106,7 +106,7 @@ def context_groups(
         raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording of a model")
     for name, value in (("groups", groups), ("min_contexts", min_contexts)):
         check_integer(name, value, at_least=4 if name == "min_contexts" else 1)
-    ids = torch.as_tensor(contexts, device="cpu")
+    ids = _token_ids(contexts)
     runner = recording.runner
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch = prepare_inputs(runner.model, inputs, recording.tokenizer, truncate=False)
@@ -130,6 +130,20 @@ def context_groups(
             other.runner.forward(feed, rows=rows)
         report(rows.stop / len(batch))
     return collector.made()
+
+
+def _token_ids(contexts: object) -> Tensor:
+    """Contexts as token ids; raises HelmscopeError for texts and for rows of different lengths."""
+    try:
+        ids = torch.as_tensor(contexts, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        raise HelmscopeError(
+            f"contexts is {type_with_article(contexts)}, but it must be token ids of shape (contexts, n), such as "
+            "validation_contexts() or tokenizer(texts)['input_ids'] of equal lengths"
+        )
+    return ids
 
 
 def own_contexts(recording: Recording) -> NDArray[np.int64]:

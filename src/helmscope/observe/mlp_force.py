@@ -154,7 +154,7 @@ class MlpForce(Instrument):
         prepared, centered = prepared_force(self._prepared, context, tensors, x), is_centered(tensors.norm)
         self._facts = {
             "tangent_dimension": str(x.shape[-1] - 1 - centered),
-            "coordinates": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
+            "frame": "unit_sphere: the direction after the norm, its gain and bias folded into the weights; "
             "mlp_input: the output of the norm, which the MLP reads",
             "jacobian_tokens": "all"
             if self.sampled_tokens is None
