@@ -122,11 +122,11 @@ def test_a_tiny_model_is_described_by_its_kernels(subject: Subject, monkeypatch:
     average = np.tril(np.ones((TOKENS, TOKENS))) / np.arange(1, TOKENS + 1)[:, None]
     s = np.linalg.svd(average, compute_uv=False)
     assert interval(verdict, "attention of a model").estimate == pytest.approx(s.sum() / TOKENS, rel=0.02)
-    assert interval(verdict, "log kappa of A, quantile 0.5 over heads").estimate == pytest.approx(
+    assert interval(verdict, "log kappa of kernel, quantile 0.5 over heads").estimate == pytest.approx(
         np.log(s[0] / s[-1]), rel=0.05
     )
     names = {each.name for each in verdict.described}
-    assert "growth of the log gradient norm per block toward the input, neither" in names
+    assert "growth of the log gradient norm per block toward the input, no residual connections, norms at fixed scales" in names
     assert "stable rank of W_Q over that of a normal matrix" in names
     assert interval(verdict, "stable rank of W_in over that of a normal matrix").estimate == pytest.approx(1, abs=0.2)
 

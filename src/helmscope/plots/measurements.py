@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
 
 STATE_AXES = ("depth", "layer", "time")
-OTHER_AXES = ("sigma", "temperature", "edit")  # of measurements under edits
+OTHER_AXES = ("sigma", "temperature", "edit", "kind")  # of measurements under edits
 ACROSS, WIDTH, HEIGHT, HEADING = 4, 2.9, 2.15, 0.7  # panels in a row; inches
 MAX_PANELS, MAX_CURVES, LETTERS = 6, 5, 37  # of a measurement; of a panel; of a title in a line
 MANY, ACROSS_INCH = 8, 14.5  # measurements of which all variables fit on a page; letters of the caption in an inch
