@@ -137,7 +137,7 @@ def _token_ids(contexts: object) -> Tensor:
     try:
         ids = torch.as_tensor(contexts, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        ids = torch.empty(0)
+        ids = torch.empty(0, device="cpu")
     if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         raise HelmscopeError(
             f"contexts is {type_with_article(contexts)}, but it must be token ids of shape (contexts, n), such as "
