@@ -115,6 +115,8 @@ def parse_numbers(text: str | None) -> Any:
 
 def check_plot(plot: str | None) -> Path | None:
     """The path of ``--plot``; checked before hours of computing."""
+    if plot is None:
+        return None  # without matplotlib too
     from helmscope.plots.figure import check_figure_path
 
-    return None if plot is None else check_figure_path("--plot", plot)
+    return check_figure_path("--plot", plot)
